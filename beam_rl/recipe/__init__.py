@@ -1,0 +1,1 @@
+"""The recipe: typed, validated, read from YAML with `key=value` overrides."""

@@ -1,0 +1,173 @@
+"""The recipe: one typed tree that names every choice a run makes.
+
+Knows nothing about files, Megatron, vLLM or Ray. A key stands here only when something reads it; what can't work
+together is refused in `checks.py`, so whoever holds a `Recipe` holds one that can start.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from beam_rl.recipe import checks
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Model(Section):
+    path: str = Field(description="HF folder or hub id of a Beam checkpoint; `tiny` makes the tiny one on first use")
+    revision: str | None = Field(None, description="hub revision; ignored for a folder")
+
+
+class DataSource(Section):
+    path: str = Field(description="hub id, .jsonl or .parquet file, or `tiny` for the tiny checkpoint's own task")
+    split: str = "train"
+    name: str = Field("", description="task name in metrics; default: the last part of the path")
+    prompt: str = Field("prompt", description="column with a text or a list of chat messages")
+    answer: str = Field("answer", description="column with the gold answer; dots reach into a struct")
+    limit: Count = Field(0, description="use only the first N rows; 0: all")
+
+
+class Data(Section):
+    train: DataSource
+    eval: DataSource | None = None
+    max_prompt_tokens: Positive = 2048
+
+
+class Verifier(Section):
+    name: Literal["math", "toy"] = "math"
+    timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    workers: Positive = 2
+
+
+class Rollout(Section):
+    prompts_per_step: Positive = 32
+    samples_per_prompt: Positive = 8
+    max_response_tokens: Positive = 1024
+    temperature: float = 1.0
+    top_p: Fraction = 1.0
+    routing_replay: bool = True
+    engines: Positive = 1
+    max_num_seqs: Positive = Field(256, description="requests that one engine runs at once")
+    max_batched_tokens: Positive = Field(4096, description="tokens in one engine step")
+    kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="CPU engines: host memory for the KV cache")
+    gpu_memory_utilization: Fraction = Field(0.85, description="GPU engines: share of the GPU that vLLM may use")
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+
+class DynamicSampling(Section):
+    enabled: bool = Field(False, description="drop groups whose rewards are all equal and sample others instead")
+    max_rounds: Positive = Field(4, description="sampling rounds a step, the first included")
+
+
+class Overlong(Section):
+    buffer_tokens: Count = Field(0, description="tokens before the limit over which the punishment grows; 0: off")
+    penalty: NonNegative = 1.0
+
+
+class Kl(Section):
+    coefficient: NonNegative = 0.0
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class ImportanceCorrection(Section):
+    kind: Literal["none", "truncate", "mask"] = Field(
+        "none", description="weight by trainer/engine probability: truncated (TIS), or tokens outside the bounds masked"
+    )
+    low: NonNegative = 0.5
+    high: Annotated[float, Field(gt=0)] = 2.0
+
+
+class Algorithm(Section):
+    advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="dr_grpo leaves out the division by the std")
+    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    aggregation: Literal["token_mean", "sample_mean", "constant"] = Field(
+        "token_mean", description="over the global mini-batch: tokens alike, samples alike, or sum / max_response_tokens"
+    )
+    clip_low: NonNegative = 0.2
+    clip_high: NonNegative = 0.28
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+    overlong: Overlong = Overlong()
+    kl: Kl = Kl()
+    importance_correction: ImportanceCorrection = ImportanceCorrection()
+
+
+class Optimizer(Section):
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: NonNegative = 0.0
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    warmup_updates: Count = 0
+
+
+class Parallel(Section):
+    dp: Positive = Field(1, description="data-parallel ranks")
+
+
+class Trainer(Section):
+    steps: Count = 50
+    mini_batches: Positive = Field(2, description="optimizer updates a step")
+    precision: Literal["fp32", "bf16"] = "bf16"
+    numerics: Literal["engine", "reference"] = Field(
+        "engine", description="round the logits as vLLM does after the softcap, or keep FP32 as transformers does"
+    )
+    deterministic: bool = Field(False, description="same bits in every run, at some cost in speed")
+    token_budget: Positive = Field(4096, description="tokens in one micro-batch; longer samples get one of their own")
+    optimizer: Optimizer = Optimizer()
+    parallel: Parallel = Parallel()
+
+
+class Sync(Section):
+    bucket_bytes: Positive = 256 * 2**20
+    deadline_s: Annotated[float, Field(gt=0)] = 300.0
+
+
+class Checkpoint(Section):
+    every: Count = Field(10, description="steps between checkpoints; 0: only at the end")
+    keep_last: Positive = 2
+    keep_best: bool = Field(True, description="also keep the checkpoint with the best eval score")
+
+
+class Eval(Section):
+    every: Count = Field(10, description="steps between evaluations, also before the first; 0: never")
+    samples_per_prompt: Positive = 8
+    temperature: NonNegative = 1.0
+
+
+class Logging(Section):
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    project: str = "beam-rl"
+    samples_per_step: Count = Field(8, description="samples written to samples/step_N.jsonl; 0: none")
+
+
+class Cluster(Section):
+    address: str = Field("local", description="`local` starts Ray here for this run; `auto` or host:port joins a cluster")
+
+
+class Recipe(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    seed: Count = 0
+    model: Model
+    data: Data
+    verifier: Verifier = Verifier()
+    rollout: Rollout = Rollout()
+    algorithm: Algorithm = Algorithm()
+    trainer: Trainer = Trainer()
+    sync: Sync = Sync()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    logging: Logging = Logging()
+    cluster: Cluster = Cluster()
+
+    @model_validator(mode="after")
+    def _can_work(self) -> "Recipe":
+        checks.check(self)
+        return self

@@ -1,0 +1,149 @@
+"""What flows through a step: prompts, sampled responses, and the batch the trainer sees.
+
+Plain numpy, so that it travels through Ray without copies. Knows nothing about Megatron, vLLM or Ray.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a data set, ready to sample from."""
+
+    position: int  # place in the run's endless, seeded order: names the prompt in requests and logs
+    row: int  # row of the data set
+    token_ids: list[int]
+    answer: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample. `seed` alone decides the random numbers, whatever else the engine is running."""
+
+    id: str
+    prompt_ids: list[int]
+    seed: int
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine returns for a request.
+
+    `logp` is the engine's natural-log probability of each sampled token under the distribution it was drawn from
+    (temperature applied). `routes` has one row for each token that went through the model, prompt tokens + response
+    tokens − 1, for the model's MoE layers in order: global layer number `moe_layers[j]` for column j; expert ids are
+    logical, in the model's own order. None where the engine was not asked to record routes.
+    """
+
+    id: str
+    token_ids: NDArray[np.int32]  # (response,)
+    logp: NDArray[np.float32]  # (response,)
+    routes: NDArray[np.uint8] | NDArray[np.uint16] | None  # (prompt + response - 1, moe layers, top-k)
+    finish_reason: str  # "stop" or "length"
+    version: int  # of the weights that sampled it
+
+
+@dataclass
+class Sample:
+    """A response with everything the trainer needs to learn from it."""
+
+    prompt: Prompt
+    completion: Completion
+    text: str = ""  # the decoded response, without special tokens
+    reward: float = 0.0  # what the advantage is computed from (verifier's score, overlong punishment included)
+    score: float = 0.0  # the verifier's score alone
+    advantage: float = 0.0
+    weight: float = 0.0  # of each response token in the mini-batch's loss; a mini-batch's loss is Σ weight · token loss
+
+    @property
+    def response_tokens(self) -> int:
+        return len(self.completion.token_ids)
+
+    @property
+    def model_tokens(self) -> int:
+        """Tokens the model reads to score the response: all but the last."""
+        return len(self.prompt.token_ids) + self.response_tokens - 1
+
+
+@dataclass
+class Group:
+    """The samples of one prompt; the advantage is relative to them."""
+
+    prompt: Prompt
+    samples: list[Sample] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples packed end to end; the model reads `tokens` and predicts `targets`.
+
+    For sample i of the pack the slice `cu_tokens[i]:cu_tokens[i + 1]` of every (tokens,) array is its prompt and
+    response without the last token. Positions, attention and loss masks restart at each slice.
+    """
+
+    tokens: NDArray[np.int64]  # (tokens,)
+    targets: NDArray[np.int64]  # (tokens,) the next token of the same sample
+    cu_tokens: NDArray[np.int32]  # (samples + 1,) starts at 0
+    response: NDArray[np.bool_]  # (tokens,) True where the target is a sampled token: the loss mask
+    logp_engine: NDArray[np.float32]  # (tokens,) as sampled; 0 outside the mask
+    advantage: NDArray[np.float32]  # (tokens,) the sample's, repeated
+    weight: NDArray[np.float32]  # (tokens,) loss weight; 0 outside the mask
+    sample: NDArray[np.int32]  # (tokens,) index of the sample in the list that was packed
+    routes: NDArray[np.uint8] | NDArray[np.uint16] | None  # (tokens, moe layers, top-k)
+    logp_old: NDArray[np.float32] | None = None  # (tokens,) the trainer's own, before the step's first update
+    logp_reference: NDArray[np.float32] | None = None  # (tokens,) the frozen starting policy's, for the KL term
+
+
+def pack_one(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
+    """Packs `samples[i] for i in indices` into one micro-batch, in that order."""
+    tokens, targets, response, logp, advantage, weight, which, routes = ([] for _ in range(8))
+    for i in indices:
+        s = samples[i]
+        ids = np.concatenate([np.asarray(s.prompt.token_ids, np.int64), s.completion.token_ids.astype(np.int64)])
+        n, first = s.model_tokens, len(s.prompt.token_ids) - 1
+        mask = np.arange(n) >= first
+        spread = np.zeros(n, np.float32)
+        spread[first:] = s.completion.logp
+        tokens.append(ids[:-1])
+        targets.append(ids[1:])
+        response.append(mask)
+        logp.append(spread)
+        advantage.append(np.full(n, s.advantage, np.float32))
+        weight.append(np.where(mask, np.float32(s.weight), np.float32(0)))
+        which.append(np.full(n, i, np.int32))
+        routes.append(s.completion.routes)
+    has_routes = routes[0] is not None
+    return MicroBatch(
+        tokens=np.concatenate(tokens),
+        targets=np.concatenate(targets),
+        cu_tokens=np.cumsum([0, *(len(t) for t in tokens)], dtype=np.int32),
+        response=np.concatenate(response),
+        logp_engine=np.concatenate(logp),
+        advantage=np.concatenate(advantage),
+        weight=np.concatenate(weight),
+        sample=np.concatenate(which),
+        routes=np.concatenate(routes) if has_routes else None,
+    )
+
+
+def plan_packs(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Splits samples into packs of at most `token_budget` tokens, in order; a longer sample gets a pack of its own.
+
+    The order is kept (no sorting by length) so that the packs, and with them the rounding, hang only on the samples.
+    """
+    packs: list[list[int]] = []
+    room = 0
+    for i, n in enumerate(lengths):
+        if not packs or n > room:
+            packs.append([])
+            room = max(token_budget, n)
+        packs[-1].append(i)
+        room -= n
+    return packs
