@@ -71,6 +71,21 @@ class Sample:
         """Tokens the model reads to score the response: all but the last."""
         return len(self.prompt.token_ids) + self.response_tokens - 1
 
+    def record(self) -> dict[str, object]:
+        """What a person wants to read of it, as JSON."""
+        return {
+            "prompt": self.prompt.position,
+            "row": self.prompt.row,
+            "text": self.text,
+            "answer": self.prompt.answer,
+            "score": self.score,
+            "reward": self.reward,
+            "advantage": self.advantage,
+            "finish_reason": self.completion.finish_reason,
+            "version": self.completion.version,
+            "token_ids": self.completion.token_ids.tolist(),
+        }
+
 
 @dataclass
 class Group:

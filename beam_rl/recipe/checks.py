@@ -1,5 +1,98 @@
-"""Combinations of recipe keys that can't work, each with the key, the value and what would do."""
+"""Combinations of recipe keys that can't work: each names the key, its value, the reason and what would do.
+
+Pure functions of the recipe's values; nothing here looks at files or machines.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from beam_rl.recipe.tree import Recipe
 
 
-def check(recipe) -> None:
-    return None
+def check(recipe: "Recipe") -> None:
+    """Raises ValueError with the first problem, if there is one."""
+    for problem in (*_sampling(recipe), *_batch(recipe), *_algorithm(recipe), *_evaluation(recipe)):
+        raise ValueError(problem)
+
+
+def _sampling(recipe: "Recipe") -> Iterator[str]:
+    r = recipe.rollout
+    if r.samples_per_prompt < 2:
+        yield (
+            f"rollout.samples_per_prompt = {r.samples_per_prompt}: a group needs at least 2 samples for a relative "
+            "advantage"
+        )
+    if not r.temperature > 0:
+        yield (
+            f"rollout.temperature = {r.temperature}: training samples need a temperature above 0, or every sample of "
+            "a group is the same (use 1.0)"
+        )
+    if r.top_p < 1:
+        yield (
+            f"rollout.top_p = {r.top_p}: below 1 the engine renormalises over a set of tokens that the trainer does "
+            "not replay, so their log-probabilities differ; use 1.0"
+        )
+
+
+def _batch(recipe: "Recipe") -> Iterator[str]:
+    r, t = recipe.rollout, recipe.trainer
+    if r.prompts_per_step % t.mini_batches:
+        yield (
+            f"trainer.mini_batches = {t.mini_batches}: must divide rollout.prompts_per_step = {r.prompts_per_step}, "
+            "since a group is never split over updates"
+        )
+    per_update = r.prompts_per_step * r.samples_per_prompt // t.mini_batches
+    if per_update % t.parallel.dp:
+        yield (
+            f"trainer.parallel.dp = {t.parallel.dp}: must divide the {per_update} samples of a mini-batch "
+            "(rollout.prompts_per_step · rollout.samples_per_prompt / trainer.mini_batches)"
+        )
+    longest = recipe.data.max_prompt_tokens + r.max_response_tokens
+    if r.max_batched_tokens < r.max_num_seqs:
+        yield (
+            f"rollout.max_batched_tokens = {r.max_batched_tokens}: below rollout.max_num_seqs = {r.max_num_seqs}, so "
+            "the running requests could not all take a step; raise it or lower rollout.max_num_seqs"
+        )
+    if t.token_budget < longest:
+        yield (
+            f"trainer.token_budget = {t.token_budget}: the longest sample has data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {longest} tokens and must fit in one micro-batch; use at least {longest}"
+        )
+
+
+def _algorithm(recipe: "Recipe") -> Iterator[str]:
+    a, limit = recipe.algorithm, recipe.rollout.max_response_tokens
+    if a.overlong.buffer_tokens >= limit:
+        yield (
+            f"algorithm.overlong.buffer_tokens = {a.overlong.buffer_tokens}: must be below "
+            f"rollout.max_response_tokens = {limit}, or every response is punished"
+        )
+    if a.clip_low > 1:
+        yield f"algorithm.clip_low = {a.clip_low}: above 1 the lower bound 1 − clip_low is negative and never binds"
+    if a.loss == "gspo" and a.aggregation != "sample_mean":
+        yield (
+            f"algorithm.aggregation = {a.aggregation}: GSPO's ratio belongs to a whole response, so it is averaged by "
+            "response; use sample_mean"
+        )
+    c = a.importance_correction
+    if c.kind == "mask" and c.low >= c.high:
+        yield (
+            f"algorithm.importance_correction.low = {c.low}: must be below "
+            f"algorithm.importance_correction.high = {c.high}, or every token is masked"
+        )
+
+
+def _evaluation(recipe: "Recipe") -> Iterator[str]:
+    if recipe.checkpoint.keep_best and recipe.data.eval is not None and recipe.eval.every:
+        every = recipe.checkpoint.every
+        if every and recipe.eval.every % every and every % recipe.eval.every:
+            yield (
+                f"checkpoint.every = {every}: with checkpoint.keep_best it must be a multiple or a divisor of "
+                f"eval.every = {recipe.eval.every}, so that the best evaluated step has a checkpoint"
+            )
+    if recipe.eval.temperature == 0 and recipe.eval.samples_per_prompt > 1:
+        yield (
+            f"eval.samples_per_prompt = {recipe.eval.samples_per_prompt}: at eval.temperature = 0 all samples of a "
+            "prompt are the same; use 1"
+        )

@@ -88,7 +88,8 @@ class Algorithm(Section):
     advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="dr_grpo leaves out the division by the std")
     loss: Literal["clip", "gspo", "cispo"] = "clip"
     aggregation: Literal["token_mean", "sample_mean", "constant"] = Field(
-        "token_mean", description="over the global mini-batch: tokens alike, samples alike, or sum / max_response_tokens"
+        "token_mean",
+        description="over the global mini-batch: tokens alike, samples alike, or sum / max_response_tokens",
     )
     clip_low: NonNegative = 0.2
     clip_high: NonNegative = 0.28
@@ -149,7 +150,9 @@ class Logging(Section):
 
 
 class Cluster(Section):
-    address: str = Field("local", description="`local` starts Ray here for this run; `auto` or host:port joins a cluster")
+    address: str = Field(
+        "local", description="`local` starts Ray here for this run; `auto` or host:port joins a cluster"
+    )
 
 
 class Recipe(Section):

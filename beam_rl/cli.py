@@ -1,0 +1,158 @@
+"""The commands. Each reads its input, does one thing, and ends with 0 (done), 1 (the run failed) or 2 (wrong input)."""
+
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from beam_rl.errors import InputError
+
+app = typer.Typer(
+    help="RL post-training for Beam: Megatron trains, vLLM samples, and the two agree on every log-probability.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+log = logging.getLogger("beam_rl")
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, such as recipes/tiny_cpu.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as trainer.steps=10.")
+]
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/<name>")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and start nothing.")] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="[auto|PATH]", help="Go on from the run's last checkpoint, or from the one at PATH."),
+    ] = None,
+) -> None:
+    """Train with RECIPE: metrics, samples and checkpoints go to the run's folder."""
+    from beam_rl.recipe.load import dump, load
+
+    resolved = load(recipe, overrides or ())
+    if dry_run:
+        typer.echo(dump(resolved), nl=False)
+        return
+    from beam_rl.start import run_training
+
+    run_training(resolved, out or Path("runs") / resolved.name, resume)
+
+
+@app.command()
+def eval(  # noqa: A001 (the command's name)
+    source: Annotated[Path, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run's folder.")],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Sample the recipe's eval set and print avg@k and pass@k with their 95 % interval.
+
+    For a run's folder its last checkpoint is evaluated, for a recipe the model it starts from.
+    """
+    from beam_rl.start import run_evaluation
+
+    result = run_evaluation(source, overrides or ())
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    low, high = result["ci95"]
+    typer.echo(
+        f"{result['task']}: avg@{result['k']} {result['avg@k']:.1%} (95 % interval {low:.1%} to {high:.1%}), "
+        f"pass@{result['k']} {result['pass@k']:.1%}, {result['prompts']} prompts"
+    )
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="runs/<name>/checkpoints/step_N")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.")],
+    full: Annotated[bool, typer.Option("--full", help="All weights in HF format (the only form so far).")] = True,
+) -> None:
+    """Write a checkpoint's weights as an HF folder that transformers and vLLM load."""
+    from beam_rl.start import run_export
+
+    run_export(checkpoint, out)
+    typer.echo(f"written to {out}")
+
+
+@app.command()
+def tiny(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.")],
+    seed: Annotated[int, typer.Option(help="Decides every bit of the checkpoint.")] = 0,
+    precision: Annotated[str, typer.Option(help="fp32 or bf16; the router is FP32 in both.")] = "fp32",
+) -> None:
+    """Write a small Beam checkpoint with tokenizer and data, warm-started on a toy arithmetic task (about a minute)."""
+    from beam_rl.report import Console
+    from beam_rl.tiny import write_tiny
+
+    if out.exists():
+        raise InputError(f"{out}: exists already; name a new folder")
+    if precision not in ("fp32", "bf16"):
+        raise InputError(f"--precision {precision}: use fp32 or bf16")
+    with Console() as console:
+        report = write_tiny(out, seed, console.warm_start, dtype=precision)
+    typer.echo(f"written to {out}: {report.parameters:,} parameters, eval avg@8 {report.avg_at_8:.1%}")
+
+
+def main() -> None:
+    """The entry point: maps what went wrong to one line and an exit code."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    sys.argv[1:] = explicit_resume(sys.argv[1:])
+    try:
+        app(standalone_mode=True)
+    except KeyboardInterrupt:
+        _leave(130, "interrupted")
+    except Exception as error:
+        cause = root_cause(error)
+        if isinstance(cause, InputError):
+            _leave(2, str(cause))
+        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+            _leave(
+                2,
+                f"no space left on the disk while writing {cause.filename or 'the run'}; the last complete checkpoint is kept",
+            )
+        log.exception("the run failed")
+        if os.environ.get("BEAM_RL_TRACEBACK"):
+            raise
+        _leave(1, f"{type(cause).__name__}: {cause}".strip().splitlines()[0])
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The exception a Ray actor raised, without Ray's wrapping; any other as it is."""
+    cause: Any = getattr(error, "cause", None)
+    return root_cause(cause) if isinstance(cause, BaseException) else error
+
+
+def explicit_resume(arguments: list[str]) -> list[str]:
+    """Spells out `--resume` without a value as `--resume auto`."""
+    spelled = list(arguments)
+    for i in range(len(spelled) - 1, -1, -1):
+        following = spelled[i + 1] if i + 1 < len(spelled) else "-"
+        if spelled[i] == "--resume" and (following.startswith("-") or "=" in following or following.endswith(".yaml")):
+            spelled.insert(i + 1, "auto")
+    return spelled
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _leave(code: int, message: str) -> None:
+    typer.echo(f"beam-rl: {message}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Ray for one run: starts it or joins it, places the trainer's ranks and the engines, and leaves nothing behind.
+
+The only module that starts processes for the loop. Knows nothing about the algorithm.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from beam_rl.engines import Engines
+from beam_rl.policy import Policy
+from beam_rl.recipe.tree import Recipe
+
+log = logging.getLogger(__name__)
+
+SOCKET_PATH_LIMIT = 40  # characters of the folder: Ray puts Unix sockets some 65 below it, and Linux allows 107
+
+
+class Cluster:
+    """The trainer's ranks and the engines of one run, as a context: whatever happens inside, all processes end.
+
+    The two start at the same time; `policy` and `engines` are ready when the context is entered.
+    """
+
+    def __init__(self, recipe: Recipe, model_path: Path, logs: Path) -> None:
+        self.recipe, self.model_path, self.logs = recipe, model_path, logs
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Cluster":
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ray_session(self.recipe.cluster.address, self.logs))
+            self.engines = stack.enter_context(Engines(self.recipe, self.model_path, self.logs))
+            self.policy = stack.enter_context(Policy(self.recipe, self.model_path))
+            self.policy.wait_ready()
+            self.engines.wait_ready(self.recipe.rollout.start_timeout_s)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def ray_session(address: str, logs: Path) -> Iterator[None]:
+    """Ray, started on this machine's loopback for `local`, else joined; shut down at the end."""
+    # Ray would otherwise re-create the environment of `uv run` in every worker.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    if address != "local":
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    folder = _short_folder(logs)
+    try:
+        ray.init(
+            num_cpus=max(16, os.cpu_count() or 1),  # slots, not cores: on a CPU trainer and engine take turns
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+            object_store_memory=512 * 2**20,
+        )
+        yield
+    finally:
+        ray.shutdown()
+        _keep_worker_logs(folder, logs / "ray")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _short_folder(logs: Path) -> Path:
+    """A fresh folder for Ray's sockets: under the run's own folder when its path is short enough."""
+    home = logs.resolve()
+    home.mkdir(parents=True, exist_ok=True)
+    short = len(str(home)) + len("/ray-12345678") <= SOCKET_PATH_LIMIT
+    return Path(tempfile.mkdtemp(prefix="ray-", dir=home if short else None))
+
+
+def _keep_worker_logs(folder: Path, target: Path) -> None:
+    """Copies what the actors printed beside the run, so that a failure can be read after Ray has gone."""
+    shutil.rmtree(target, ignore_errors=True)
+    for source in folder.glob("session_*/logs/worker-*"):
+        if source.stat().st_size and not source.is_symlink():
+            target.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):
+                shutil.copy(source, target / source.name)

@@ -1,0 +1,128 @@
+"""The driver's handle on the vLLM engines: one Ray actor each, all serving the same version of the weights."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from beam_rl.errors import InputError
+from beam_rl.policy import Policy
+from beam_rl.recipe.tree import Recipe
+from beam_rl.samples import Completion, Request
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    seconds: float
+    bytes: int
+    buckets: int
+    version: int  # what every engine serves now
+
+
+class Engines:
+    """All engines of a run as a context."""
+
+    def __init__(self, recipe: Recipe, model_path: Path, logs: Path) -> None:
+        self.recipe, self.model_path, self.logs = recipe, model_path, logs
+        self.version: int | None = None
+
+    def __enter__(self) -> "Engines":
+        import ray
+
+        from beam_rl.rollout.engine import Engine
+
+        actor = ray.remote(num_cpus=1, max_concurrency=10_000)(Engine)
+        self.actors = [actor.remote(self._settings(i)) for i in range(self.recipe.rollout.engines)]
+        self._starting = [a.start.remote() for a in self.actors]
+        self._connected = False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        import ray
+
+        stopping = [a.stop.remote() for a in self.actors]
+        ray.wait(stopping, num_returns=len(stopping), timeout=10)
+        for actor in self.actors:
+            ray.kill(actor)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits until all engines serve.
+
+        Raises:
+            InputError: an engine did not start in time (`rollout.start_timeout_s`).
+            EngineStartError: an engine could not start; holds its own last lines.
+        """
+        import ray
+
+        try:
+            self.info = ray.get(self._starting, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise InputError(
+                f"rollout.start_timeout_s = {timeout_s:g}: an engine was not ready by then; its log is {self.logs}"
+            ) from None
+
+    def load(self, policy: Policy, version: int) -> SyncReport:
+        """Brings the trainer's weights into every engine, bucket by bucket; from then on all serve `version`."""
+        import ray
+
+        start = time.perf_counter()
+        if not self._connected:
+            policy.open_sync("127.0.0.1", self.recipe.sync.deadline_s, self)
+            self._connected = True
+        ray.get([a.begin_update.remote() for a in self.actors])
+        nbytes, buckets = policy.send_weights(self, self.recipe.sync.bucket_bytes)
+        ray.get([a.finish_update.remote(version) for a in self.actors])
+        self.version = version
+        return SyncReport(time.perf_counter() - start, nbytes, buckets, version)
+
+    def generate(
+        self, groups: Sequence[Sequence[Request]], on_progress: Callable[[int], None] | None = None
+    ) -> dict[str, Completion]:
+        """Samples all requests at once; a group's requests (one prompt) go to one engine, which shares their prefix.
+
+        Args:
+            on_progress: called with the number of completions so far.
+        Returns:
+            completions by request id.
+        """
+        shares: list[list[Request]] = [[] for _ in self.actors]
+        for i, group in enumerate(groups):
+            shares[i % len(shares)].extend(group)
+        done: dict[str, Completion] = {}
+
+        async def collect(actor: Any, requests: list[Request]) -> None:
+            async for ref in actor.generate.options(num_returns="streaming").remote(requests):
+                completion = await ref
+                done[completion.id] = completion
+                if on_progress:
+                    on_progress(len(done))
+
+        async def everything() -> None:
+            await asyncio.gather(*(collect(a, r) for a, r in zip(self.actors, shares, strict=True) if r))
+
+        asyncio.run(everything())
+        return done
+
+    def _settings(self, index: int) -> Any:
+        from beam_rl.rollout.launch import EngineSettings
+
+        r = self.recipe.rollout
+        return EngineSettings(
+            model=str(self.model_path),
+            dtype=self.recipe.trainer.precision,
+            max_model_len=self.recipe.data.max_prompt_tokens + r.max_response_tokens,
+            max_num_seqs=r.max_num_seqs,
+            max_batched_tokens=r.max_batched_tokens,
+            kv_cache_gib=r.kv_cache_gib,
+            gpu_memory_utilization=r.gpu_memory_utilization,
+            seed=self.recipe.seed,
+            routing_replay=r.routing_replay,
+            host="127.0.0.1",
+            log_dir=str(self.logs),
+            name=f"engine-{index}",
+        )

@@ -1,0 +1,44 @@
+"""Evaluation: avg@k and pass@k of the weights that the engines serve. The same seeds every time, so that steps compare."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from beam_rl.algorithms import evaluation
+from beam_rl.recipe.tree import Recipe
+from beam_rl.sampling import Judge, Sampler, sampling_seed
+from beam_rl.samples import Prompt, Request
+from beam_rl.verifiers import VerifyItem
+
+
+def evaluate(
+    prompts: Sequence[Prompt],
+    engines: Sampler,
+    verifier: Judge,
+    decode: Callable[[Sequence[int]], str],
+    recipe: Recipe,
+    on_progress: Callable[[int], None] | None = None,
+) -> evaluation.Evaluation:
+    """Samples `eval.samples_per_prompt` responses for every prompt at `eval.temperature` and scores them."""
+    k = recipe.eval.samples_per_prompt
+    requests = [
+        [
+            Request(
+                id=f"eval-{p.row}-{i}",
+                prompt_ids=p.token_ids,
+                seed=sampling_seed(recipe.seed, "eval", p.row, i),
+                max_tokens=recipe.rollout.max_response_tokens,
+                temperature=recipe.eval.temperature,
+            )
+            for i in range(k)
+        ]
+        for p in prompts
+    ]
+    done = engines.generate(requests, on_progress)
+    items = [
+        VerifyItem(decode(done[r.id].token_ids.tolist()), p.answer, done[r.id].finish_reason)
+        for p, group in zip(prompts, requests, strict=True)
+        for r in group
+    ]
+    scores = torch.tensor([v.score for v in verifier.score(items)], dtype=torch.float64)
+    return evaluation.evaluate(scores.view(-1, k))

@@ -1,0 +1,98 @@
+"""What a run reads before any engine starts: the checkpoint's folder, its tokenizer, prompts. Mistakes end here."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from beam_rl.data import PromptStream, eval_prompts
+from beam_rl.errors import InputError
+from beam_rl.recipe.tree import DataSource, Recipe
+from beam_rl.samples import Prompt
+
+
+@dataclass
+class Inputs:
+    model_path: Path
+    num_experts: int
+    prompts: PromptStream
+    eval_prompts: list[Prompt]
+    eval_task: str
+    decode: Callable[[Sequence[int]], str]  # token ids → text without special tokens
+
+
+def prepare(recipe: Recipe, cache: Path, on_warm_start: Callable[[int, int, float], None] | None = None) -> Inputs:
+    """Finds or makes the checkpoint, reads the data, and checks both.
+
+    Args:
+        cache: folder for the data sets' caches.
+        on_warm_start: called with (step, steps, loss) while the tiny checkpoint is made.
+    Raises:
+        InputError: a missing folder, a checkpoint that isn't Beam, data that can't serve.
+    """
+    path = find_model(recipe, on_warm_start)
+    config = check_beam(path)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    longest, data = recipe.data.max_prompt_tokens, recipe.data
+    train = PromptStream(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, cache, key="data.train")
+    held_out = data.eval and _resolve(data.eval, path, "eval")
+    return Inputs(
+        model_path=path,
+        num_experts=config["num_experts"],
+        prompts=train,
+        eval_prompts=eval_prompts(held_out, tokenizer, longest, cache, key="data.eval") if held_out else [],
+        eval_task=(data.eval.name or Path(data.eval.path).stem) if data.eval else "",
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+    )
+
+
+def find_model(recipe: Recipe, on_warm_start: Callable[[int, int, float], None] | None = None) -> Path:
+    """The folder of `model.path`: made (`tiny`), local, or downloaded from the hub."""
+    name = recipe.model.path
+    if name == "tiny":
+        from beam_rl.tiny import cached_tiny
+
+        return cached_tiny(recipe.seed, recipe.trainer.precision, on_warm_start)
+    if Path(name).is_dir():
+        return Path(name)
+    if os.sep in name and (name.startswith((".", os.sep)) or name.count("/") > 1):
+        raise InputError(f"model.path = {name}: no such folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=recipe.model.revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+        reason = str(e).splitlines()[0]
+        raise InputError(f"model.path = {name}: neither a folder nor a model the hub can give ({reason})") from None
+
+
+def check_beam(path: Path) -> dict[str, Any]:
+    """The checkpoint's config.json, if it is Beam's."""
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"model.path = {path}: no config.json there, so it is no HF checkpoint") from None
+    except (OSError, ValueError) as e:
+        raise InputError(f"{file}: can't be read: {e}") from None
+    if "BeamForCausalLM" not in (config.get("architectures") or []):
+        found = ", ".join(config.get("architectures") or ["no architecture"])
+        raise InputError(f"model.path = {path}: holds {found}, and beam-rl trains BeamForCausalLM only")
+    if not list(path.glob("*.safetensors")):
+        raise InputError(f"model.path = {path}: has no .safetensors files")
+    return config
+
+
+def _resolve(source: DataSource, model_path: Path, which: str) -> DataSource:
+    """`tiny` stands for the file that the tiny checkpoint brings."""
+    if source.path != "tiny":
+        return source
+    file = model_path / f"{which}.jsonl"
+    if not file.exists():
+        raise InputError(f"data.{which}.path = tiny: goes with model.path = tiny only, {file} does not exist")
+    return source.model_copy(update={"path": str(file), "split": "train"})

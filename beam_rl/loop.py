@@ -1,0 +1,211 @@
+"""One synchronous run, as it reads: sample, verify, score, update, sync, until `trainer.steps`.
+
+Each line leads to the room where it happens. Knows nothing about Megatron, vLLM or Ray beyond `policy` and `engines`.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+from beam_rl.algorithms.parity import logprob_gap
+from beam_rl.batch import StepBatch, build
+from beam_rl.cluster import Cluster
+from beam_rl.engines import Engines, SyncReport
+from beam_rl.evaluate import evaluate
+from beam_rl.inputs import Inputs
+from beam_rl.policy import Policy, Scores
+from beam_rl.recipe.tree import Recipe
+from beam_rl.report import Report
+from beam_rl.run import Run
+from beam_rl.sampling import Judge, Rollout, sample_groups
+from beam_rl.step import Step
+from beam_rl.verifiers import make_verifier
+
+log = logging.getLogger(__name__)
+
+
+class StepError(RuntimeError):
+    """A step that must not go on: a feature did not engage, or there is nothing to learn from."""
+
+
+@dataclass
+class State:
+    """What a resumed run needs beside the trainer's own checkpoint; written as JSON."""
+
+    step: int = 0
+    updates: int = 0
+    prompts: int = 0  # position in the prompt stream
+    settled: bool = True  # False while the trainer's weights are beyond `step`
+
+    @contextlib.contextmanager
+    def advancing(self, step: int) -> Iterator[None]:
+        """Inside, the weights are on the way to `step`; after it, they are there."""
+        self.settled = False
+        yield
+        self.step, self.settled = step, True
+
+
+def train(recipe: Recipe, inputs: Inputs, run: Run, report: Report) -> State:
+    """Trains until `trainer.steps` and returns the final state; an interrupt leaves a checkpoint if one is due."""
+    with Cluster(recipe, inputs.model_path, run.logs, report) as cluster, make_verifier(recipe.verifier) as verifier:
+        loop = Loop(recipe, inputs, run, report, cluster.policy, cluster.engines, verifier)
+        loop.begin()
+        with loop.saved_if_cut_short():
+            while loop.state.step < recipe.trainer.steps:
+                loop.step()
+        loop.save_if(loop.state.step != loop.saved)
+        return loop.state
+
+
+class Loop:
+    """A run's state and the step that moves it."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        inputs: Inputs,
+        run: Run,
+        report: Report,
+        policy: Policy,
+        engines: Engines,
+        verifier: Judge,
+    ) -> None:
+        self.recipe, self.inputs, self.run, self.report = recipe, inputs, run, report
+        self.policy, self.engines, self.verifier = policy, engines, verifier
+        self.state, self.saved, self.score = State(), None, None
+
+    def begin(self) -> None:
+        """The state to start from, in the trainer and in every engine; a fresh run evaluates it."""
+        step = Step(self.state.step, self.report)
+        if self.run.resumed:
+            with step.phase("loading the checkpoint"):
+                self.state = State(**self.run.resumed.state)
+                self.policy.load(self.run.resumed.path)
+            self.inputs.prompts.restore(self.state.prompts)
+            self.saved = self.state.step
+        with step.phase("syncing", "sync"):
+            step.log(sync_metrics(self.engines.load(self.policy, version=self.state.step)))
+        if not self.run.resumed and self.evaluation_due():
+            self.evaluate(step)
+            self.report.step(step.number, step.close())
+
+    def step(self) -> None:
+        """Sample, verify, score, update, sync; then evaluate and save when due."""
+        step = Step(self.state.step + 1, self.report)
+        rollout = sample_groups(self.inputs.prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, step)
+        batch = build(rollout.groups, self.recipe, self.inputs.num_experts)
+        step.log(rollout_metrics(rollout, batch, self.engines, step.number))
+        with self.state.advancing(step.number):
+            self.learn(batch, step)
+        self.state.prompts = self.inputs.prompts.position
+        with step.phase("syncing", "sync"):
+            step.log(sync_metrics(self.engines.load(self.policy, version=step.number)))
+        if self.evaluation_due():
+            self.evaluate(step)
+        shown = rollout.samples[: self.recipe.logging.samples_per_step]
+        self.run.log_samples(step.number, [s.record() for s in shown])
+        self.report.step(step.number, step.close())
+        every = self.recipe.checkpoint.every
+        self.save_if(bool(every) and step.number % every == 0)
+
+    def learn(self, batch: StepBatch, step: Step) -> None:
+        """Scores the batch with the trainer, then one optimizer update a mini-batch."""
+        if not batch.mini_batches:
+            log.warning("step %d: every group's rewards are alike; no update", step.number)
+            return
+        with step.phase("scoring", "score"):
+            scores = self.policy.score(batch.mini_batches)
+            step.log(parity_metrics(scores))
+            if self.recipe.rollout.routing_replay:
+                step.log({"replay/route_agreement": scores.routes_agree / scores.routes_total})
+        updates = []
+        with step.phase("updating", "update", len(batch.mini_batches)) as advance_to:
+            for i in range(len(batch.mini_batches)):
+                lr = learning_rate(self.state.updates, self.recipe)
+                updates.append(self.policy.update(i, lr))
+                self.state.updates += 1
+                advance_to(i + 1)
+        step.log({name: sum(u[name] for u in updates) / len(updates) for name in updates[0]})
+        step.log({"optim/lr": lr} | self.policy.peak_memory())
+
+    def evaluation_due(self) -> bool:
+        every, last = self.recipe.eval.every, self.state.step == self.recipe.trainer.steps
+        return bool(every and self.inputs.eval_prompts) and (self.state.step % every == 0 or last)
+
+    def evaluate(self, step: Step) -> None:
+        samples = len(self.inputs.eval_prompts) * self.recipe.eval.samples_per_prompt
+        with step.phase("evaluating", None, samples) as advance_to:
+            scores = evaluate(
+                self.inputs.eval_prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, advance_to
+            )
+        task, k = self.inputs.eval_task, self.recipe.eval.samples_per_prompt
+        step.log({f"eval/{task}/avg@{k}": scores.avg, f"eval/{task}/pass@{k}": scores.pass_rate})
+        self.score = scores.avg
+
+    def save_if(self, due: bool) -> None:
+        if not due:
+            return
+        with self.report.phase("saving"):
+            self.run.checkpoint(self.state.step, self.policy.save, asdict(self.state), self.score)
+        self.saved = self.state.step
+
+    @contextlib.contextmanager
+    def saved_if_cut_short(self) -> Iterator[None]:
+        """Ctrl-C or an error between two updates loses nothing: the last whole step is saved before the run ends."""
+        try:
+            yield
+        except BaseException:
+            if self.state.settled and self.state.step != (self.saved or 0):
+                with contextlib.suppress(Exception):
+                    self.save_if(True)
+            raise
+
+
+def learning_rate(updates: int, recipe: Recipe) -> float:
+    """Linear warm-up over `warmup_updates`, then constant. `updates`: those done before this one."""
+    o = recipe.trainer.optimizer
+    return o.lr * min(1.0, (updates + 1) / max(1, o.warmup_updates))
+
+
+def rollout_metrics(rollout: Rollout, batch: StepBatch, engines: Engines, step: int) -> dict[str, float]:
+    """What sampling gave. A batch without a single replayed row fails when the recipe asks for replay."""
+    if batch.replay and not batch.replay_rows and rollout.groups:
+        raise StepError(
+            f"step {step}: rollout.routing_replay is on, and not one token came with routes to replay "
+            f"({batch.missing_rows} rows missing or invalid)"
+        )
+    kept = rollout.samples
+    metrics = {
+        "reward/mean": sum(s.reward for s in kept) / len(kept) if kept else 0.0,
+        "rollout/tokens": rollout.tokens,
+        "rollout/tokens_per_s": rollout.tokens / rollout.generate_s,
+        "rollout/truncated": rollout.truncated,
+        "rollout/staleness": max((step - 1 - s.completion.version for s in kept), default=0),
+        "sampling/dropped_groups": rollout.dropped_groups,
+        "verifier/timeouts": rollout.timeouts,
+    }
+    if batch.replay:
+        metrics |= {"replay/rows": batch.replay_rows, "replay/missing_rows": batch.missing_rows}
+    return metrics
+
+
+def parity_metrics(scores: Scores) -> dict[str, float]:
+    """The gap between trainer and engine before the step's first update; a log-probability that is no number raises."""
+    gap = logprob_gap(torch.from_numpy(scores.logp), torch.from_numpy(scores.logp_engine))
+    return {
+        "parity/abs_logprob_diff_mean": gap.mean,
+        "parity/abs_logprob_diff_max": gap.max,
+        "parity/mismatch_kl": gap.mismatch_kl,
+    }
+
+
+def sync_metrics(sync: SyncReport) -> dict[str, float]:
+    return {
+        "sync/seconds": sync.seconds,
+        "sync/bytes": sync.bytes,
+        "sync/buckets": sync.buckets,
+        "sync/version": sync.version,
+    }

@@ -1,0 +1,226 @@
+"""The driver's handle on the trainer: one Ray actor a rank, each holding a `megatron.trainer.Trainer`.
+
+Splits a step's mini-batches over the data-parallel ranks, ships each micro-batch once, and reduces what comes back.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from beam_rl.recipe.tree import Algorithm, Recipe
+from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
+
+if TYPE_CHECKING:
+    from beam_rl.engines import Engines
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The trainer's own view of a step's tokens, before the first update. Only sampled tokens are listed."""
+
+    logp: NDArray[np.float32]  # (sampled tokens,)
+    logp_engine: NDArray[np.float32]  # (sampled tokens,)
+    routes_agree: int  # (token, layer) pairs whose expert set the trainer's own router would have chosen too
+    routes_total: int
+
+
+class PolicyWorker:
+    """One rank. Holds the step's micro-batches between scoring and the updates."""
+
+    def __init__(self, model_path: str, settings: Any, algorithm: Algorithm, rank: int, world_size: int, master: str):
+        from beam_rl.megatron.trainer import Trainer
+
+        self.trainer = Trainer(model_path, settings, rank, world_size, master)
+        self.algorithm, self.rank = algorithm, rank
+        self.mini_batches: list[list[MicroBatch]] = []
+
+    def ready(self) -> None:
+        """Returns once the constructor has run."""
+
+    def score(self, mini_batches: list[list[MicroBatch]]) -> Scores:
+        """Takes over the step's micro-batches and scores them with the current weights."""
+        flat = [m for batch in mini_batches for m in batch]
+        scores = self.trainer.score(flat)
+        reference = self.trainer.score_reference(flat) if self.algorithm.kl.coefficient else [None] * len(flat)
+        flat = [
+            replace(m, logp_old=s.logp, logp_reference=r.logp if r else None)
+            for m, s, r in zip(flat, scores, reference, strict=True)
+        ]
+        rest = iter(flat)
+        self.mini_batches = [[next(rest) for _ in batch] for batch in mini_batches]
+        return Scores(
+            logp=np.concatenate([s.logp[m.response] for m, s in zip(flat, scores, strict=True)]),
+            logp_engine=np.concatenate([m.logp_engine[m.response] for m in flat]),
+            routes_agree=sum(s.routes_agree for s in scores),
+            routes_total=sum(s.routes_total for s in scores),
+        )
+
+    def update(self, index: int, lr: float) -> dict[str, float]:
+        from functools import partial
+
+        from beam_rl.algorithms.losses import objective
+
+        return self.trainer.update(self.mini_batches[index], partial(objective, settings=self.algorithm), lr)
+
+    def peak_memory(self) -> dict[str, float]:
+        """Bytes this process has held at most, so far."""
+        import resource
+
+        import torch
+
+        peaks = {"memory/host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        if torch.cuda.is_available():
+            peaks["memory/gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
+        return peaks
+
+    def open_sync(self, host: str, engine_ranks: int, deadline_s: float) -> int:
+        """Opens the weight-sync group and returns the port where the engines join it."""
+        from beam_rl.rollout.sync.transport import WeightSender
+
+        self.sender = WeightSender(host, 0, engine_ranks, deadline_s)
+        return self.sender.port
+
+    def connect_sync(self, joining: list[Any]) -> None:
+        """Returns when every engine has joined; `joining` are the engines' own calls."""
+        self.sender.connect([ref.future() for ref in joining])
+
+    def send_weights(self, engines: Sequence[Any], bucket_bytes: int) -> tuple[int, int]:
+        """Streams all weights to the engines; every rank takes part in gathering, rank 0 sends. (bytes, buckets)."""
+        tensors = self.trainer.hf_tensors()
+        if self.rank != 0:
+            for _ in tensors:
+                pass
+            return 0, 0
+        stats = self.sender.send(
+            tensors, bucket_bytes, lambda bucket: [e.update.remote(bucket).future() for e in engines]
+        )
+        return stats.bytes, stats.buckets
+
+    def save(self, folder: str) -> None:
+        self.trainer.save(Path(folder))
+
+    def load(self, folder: str) -> None:
+        self.trainer.load(Path(folder))
+
+    def export(self, folder: str) -> None:
+        self.trainer.export(Path(folder))
+
+
+class Policy:
+    """All ranks of the trainer; every method returns when all ranks have done it."""
+
+    def __init__(self, recipe: Recipe, model_path: Path) -> None:
+        self.recipe, self.model_path = recipe, model_path
+        self.world_size = recipe.trainer.parallel.dp
+
+    def __enter__(self) -> "Policy":
+        import ray
+
+        settings = _settings(self.recipe)
+        worker = ray.remote(num_cpus=1)(PolicyWorker)
+        master = f"127.0.0.1:{free_port()}"
+        self.workers = [
+            worker.remote(str(self.model_path), settings, self.recipe.algorithm, rank, self.world_size, master)
+            for rank in range(self.world_size)
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        import ray
+
+        for worker in self.workers:
+            ray.kill(worker)
+
+    def wait_ready(self) -> None:
+        self._all("ready")
+
+    def score(self, mini_batches: Sequence[Sequence[Sample]]) -> Scores:
+        """Ships the step's samples to the ranks and scores them; `update` then refers to a mini-batch by its index."""
+        budget = self.recipe.trainer.token_budget
+        per_rank = [[_packs(part, budget) for part in parts] for parts in zip(*map(self._shares, mini_batches))]
+        scores = self._each("score", [(batches,) for batches in per_rank])
+        return Scores(
+            logp=np.concatenate([s.logp for s in scores]),
+            logp_engine=np.concatenate([s.logp_engine for s in scores]),
+            routes_agree=sum(s.routes_agree for s in scores),
+            routes_total=sum(s.routes_total for s in scores),
+        )
+
+    def update(self, index: int, lr: float) -> dict[str, float]:
+        """One optimizer update over mini-batch `index`; the metrics are the same on every rank."""
+        return self._all("update", index, lr)[0]
+
+    def peak_memory(self) -> dict[str, float]:
+        """The largest of the ranks' peaks, in bytes."""
+        ranks = self._all("peak_memory")
+        return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+    def open_sync(self, host: str, deadline_s: float, engines: "Engines") -> None:
+        """Joins rank 0 and every engine into one group for the weights."""
+        import ray
+
+        first, size = self.workers[0], len(engines.actors) + 1
+        port = ray.get(first.open_sync.remote(host, size - 1, deadline_s))
+        joining = [
+            engine.join_sync.remote(host, port, rank, size, deadline_s) for rank, engine in enumerate(engines.actors, 1)
+        ]
+        ray.get(first.connect_sync.remote(joining))
+
+    def send_weights(self, engines: "Engines", bucket_bytes: int) -> tuple[int, int]:
+        return self._all("send_weights", engines.actors, bucket_bytes)[0]
+
+    def save(self, folder: Path) -> None:
+        self._all("save", str(folder))
+
+    def load(self, folder: Path) -> None:
+        self._all("load", str(folder))
+
+    def export(self, folder: Path) -> None:
+        self._all("export", str(folder))
+
+    def _shares(self, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
+        """A mini-batch's samples in one contiguous share a rank."""
+        edges = np.linspace(0, len(samples), self.world_size + 1).round().astype(int)
+        return (samples[a:b] for a, b in zip(edges, edges[1:]))
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return self._each(method, [args] * len(self.workers))
+
+    def _each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        import ray
+
+        return ray.get([getattr(w, method).remote(*a) for w, a in zip(self.workers, args, strict=True)])
+
+
+def _packs(samples: Sequence[Sample], token_budget: int) -> list[MicroBatch]:
+    plan = plan_packs([s.model_tokens for s in samples], token_budget)
+    return [pack_one(samples, indices) for indices in plan]
+
+
+def _settings(recipe: Recipe) -> Any:
+    from beam_rl.megatron.settings import TrainerSettings
+
+    t = recipe.trainer
+    return TrainerSettings(
+        precision=t.precision,
+        numerics=t.numerics,
+        deterministic=t.deterministic,
+        temperature=recipe.rollout.temperature,
+        routing_replay=recipe.rollout.routing_replay,
+        seed=recipe.seed,
+        optimizer=t.optimizer,
+        parallel=t.parallel,
+    )
+
+
+def free_port() -> int:
+    """A TCP port on the loopback that nobody listens on now."""
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
