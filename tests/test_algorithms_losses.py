@@ -41,15 +41,11 @@ def test_clip_higher_by_hand() -> None:
     #   min(2·1, 1.28·1) = 1.28 (clipped)   min(2·−1, 1.28·−1) = −2   min(0.5, 0.8) = 0.5
     #   min(−0.5, −0.8) = −0.8 (clipped)    min(1.1, 1.1) = 1.1
     logp = with_gradient(-1 + LN2, -1 + LN2, -1 - LN2, -1 - LN2, -1 + math.log(1.1))
-    result = clipped_loss(
-        logp, doubles(-1, -1, -1, -1, -1), doubles(1, -1, 1, -1, 1), 0.2, 0.28
-    )
+    result = clipped_loss(logp, doubles(-1, -1, -1, -1, -1), doubles(1, -1, 1, -1, 1), 0.2, 0.28)
     torch.testing.assert_close(result.loss, doubles(-1.28, 2.0, -0.5, 0.8, -1.1))
     assert result.clipped.tolist() == [True, False, False, True, False]
     # d(−ratio·A)/d logp = −ratio·A where the clip doesn't bind, 0 where it does
-    torch.testing.assert_close(
-        gradient(result.loss, logp), doubles(0, 2.0, -0.5, 0, -1.1)
-    )
+    torch.testing.assert_close(gradient(result.loss, logp), doubles(0, 2.0, -0.5, 0, -1.1))
 
 
 def test_gradient_at_ratio_one_is_the_policy_gradient() -> None:
@@ -76,17 +72,13 @@ def test_gspo_ratio_is_the_geometric_mean_of_the_response() -> None:
     torch.testing.assert_close(result.loss, doubles(0, -2, -2, 0.5, 0.5))
     assert not result.clipped.any()
     # each token's gradient is −s·A: d/d logp of sg(s)·exp(logp − sg(logp)) is s
-    torch.testing.assert_close(
-        gradient(result.loss, logp), doubles(0, -2, -2, 0.5, 0.5)
-    )
+    torch.testing.assert_close(gradient(result.loss, logp), doubles(0, -2, -2, 0.5, 0.5))
 
 
 def test_gspo_clips_all_tokens_of_a_response_or_none() -> None:
     logp = with_gradient(2 * LN2, 0.0, 0.1, -0.1)  # s = 2 and s = 1
     response, sample = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
-    result = gspo_loss(
-        logp, doubles(0, 0, 0, 0), doubles(1, 1, 1, 1), response, sample, 0.2, 0.28
-    )
+    result = gspo_loss(logp, doubles(0, 0, 0, 0), doubles(1, 1, 1, 1), response, sample, 0.2, 0.28)
     assert result.clipped.tolist() == [True, True, False, False]
     torch.testing.assert_close(result.loss, doubles(-1.28, -1.28, -1, -1))
     torch.testing.assert_close(gradient(result.loss, logp), doubles(0, 0, -1, -1))
@@ -101,9 +93,7 @@ def test_gspo_with_sample_mean_weights_is_the_sequence_objective() -> None:
     logp = (old + 0.1 * torch.randn(8, dtype=torch.float64)).requires_grad_()
     advantage = doubles(1, 1, 1, -0.5, -0.5, -0.5, -0.5, -0.5)
     weight = sample_weights(torch.tensor(lengths), "sample_mean", 16).double()[sample]
-    result = gspo_loss(
-        logp, old, advantage, torch.ones(8, dtype=torch.bool), sample, 0.9, 9.0
-    )
+    result = gspo_loss(logp, old, advantage, torch.ones(8, dtype=torch.bool), sample, 0.9, 9.0)
     ratio = torch.stack([part.mean() for part in (logp - old).split(lengths)]).exp()
     expected = -(ratio * doubles(1, -0.5)).mean()
     torch.testing.assert_close((weight * result.loss).sum(), expected)
@@ -117,9 +107,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
     # ratios 2, 1/2, 1 clipped to [0.8, 1.28]: 1.28, 0.8, 1; loss −w·A·logp with A = 1, 2, −1
     logp = with_gradient(-1 + LN2, -1 - LN2, -1.0)
     result = cispo_loss(logp, doubles(-1, -1, -1), doubles(1, 2, -1), 0.2, 0.28)
-    torch.testing.assert_close(
-        result.loss, doubles(-1.28 * (LN2 - 1), -0.8 * 2 * (-1 - LN2), -1.0)
-    )
+    torch.testing.assert_close(result.loss, doubles(-1.28 * (LN2 - 1), -0.8 * 2 * (-1 - LN2), -1.0))
     assert result.clipped.tolist() == [True, True, False]
     torch.testing.assert_close(gradient(result.loss, logp), doubles(-1.28, -1.6, 1.0))
 
@@ -136,9 +124,7 @@ def test_kl_estimators_by_hand() -> None:
 def test_k1_and_k3_are_unbiased(estimator) -> None:
     """Their mean over the policy's own distribution is the exact KL: Σ p·k = Σ p·log(p/q)."""
     p, q = doubles(0.5, 0.3, 0.2), doubles(0.2, 0.2, 0.6)
-    torch.testing.assert_close(
-        (p * estimator(p.log(), q.log())).sum(), (p * (p / q).log()).sum()
-    )
+    torch.testing.assert_close((p * estimator(p.log(), q.log())).sum(), (p * (p / q).log()).sum())
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
@@ -147,9 +133,7 @@ def test_penalty_gradient_is_the_reverse_kls(estimator) -> None:
     q = doubles(0.2, 0.2, 0.6)
     logits = with_gradient(0.4, -0.3, 0.9)
     logp = logits.log_softmax(0)
-    exact = torch.autograd.grad(
-        (logp.exp() * (logp - q.log())).sum(), logits, retain_graph=True
-    )[0]
+    exact = torch.autograd.grad((logp.exp() * (logp - q.log())).sum(), logits, retain_graph=True)[0]
     estimate = (logp.exp().detach() * kl_penalty(logp, q.log(), estimator)).sum()
     torch.testing.assert_close(torch.autograd.grad(estimate, logits)[0], exact)
 
@@ -164,9 +148,7 @@ def test_importance_corrections_by_hand() -> None:
     old, engine = doubles(-2 * LN2, 0, math.log(3)), doubles(0, 0, 0)
     torch.testing.assert_close(truncated_weight(old, engine, 2.0), doubles(0.25, 1, 2))
     torch.testing.assert_close(masked_weight(old, engine, 0.5, 2.0), doubles(0, 1, 0))
-    torch.testing.assert_close(
-        masked_weight(old, engine, 0.25 - 1e-9, 3 + 1e-9), doubles(0.25, 1, 3)
-    )
+    torch.testing.assert_close(masked_weight(old, engine, 0.25 - 1e-9, 3 + 1e-9), doubles(0.25, 1, 3))
 
 
 def test_masked_weight_does_not_hide_a_nan() -> None:
@@ -199,9 +181,7 @@ def test_objective_composes_weight_times_policy_loss_plus_kl() -> None:
         importance_correction={"kind": "truncate", "high": 2},
     )
     result = objective(pack(), chosen)
-    assert result.loss[1].item() == pytest.approx(
-        -math.exp(-0.1) * math.exp(0.2) + 0.1 * 0.045
-    )
+    assert result.loss[1].item() == pytest.approx(-math.exp(-0.1) * math.exp(0.2) + 0.1 * 0.045)
     assert result.loss[5].item() == pytest.approx(2 * 0.5 * math.exp(-0.1) + 0.1 * 0.02)
     assert result.kl is not None and not result.kl.requires_grad
     torch.testing.assert_close(result.kl, doubles(0, 0.045, 0.005, 0, 0.045, 0.02))
@@ -229,9 +209,7 @@ def test_kl_is_reported_without_a_coefficient_and_does_not_change_the_loss() -> 
 
 def test_kl_coefficient_without_reference_is_refused() -> None:
     with pytest.raises(ValueError, match=r"algorithm\.kl\.coefficient = 0\.5"):
-        objective(
-            replace(pack(), logp_reference=None), settings(kl={"coefficient": 0.5})
-        )
+        objective(replace(pack(), logp_reference=None), settings(kl={"coefficient": 0.5}))
 
 
 CHOICES = [
@@ -256,9 +234,7 @@ CHOICES = [
     ids=lambda c: f"{c.loss}-{c.kl.estimator}-{c.importance_correction.kind}",
 )
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_tokens_outside_the_mask_give_exactly_nothing(
-    chosen: Algorithm, bad: float
-) -> None:
+def test_tokens_outside_the_mask_give_exactly_nothing(chosen: Algorithm, bad: float) -> None:
     clean = pack()
 
     def spoil(values: Tensor) -> Tensor:
@@ -277,15 +253,9 @@ def test_tokens_outside_the_mask_give_exactly_nothing(
     result, expected = objective(spoiled, chosen), objective(clean, chosen)
     outside = ~clean.response
     slope = gradient(result.loss, spoiled.logp)
-    assert (
-        (result.loss[outside] == 0).all()
-        and (slope[outside] == 0).all()
-        and not result.clipped[outside].any()
-    )
+    assert (result.loss[outside] == 0).all() and (slope[outside] == 0).all() and not result.clipped[outside].any()
     assert result.kl is not None and (result.kl[outside] == 0).all()
-    assert torch.equal(result.loss, expected.loss) and torch.equal(
-        slope, gradient(expected.loss, clean.logp)
-    )
+    assert torch.equal(result.loss, expected.loss) and torch.equal(slope, gradient(expected.loss, clean.logp))
     assert all(value.isfinite() for value in statistics(spoiled, result).values())
 
 
@@ -304,17 +274,10 @@ def test_a_nan_inside_the_mask_reaches_the_loss(loss: str) -> None:
 )
 def test_loss_and_gradient_do_not_depend_on_the_packs(chosen: Algorithm) -> None:
     inputs = pack()
-    weight = sample_weights(torch.tensor([2, 2]), chosen.aggregation, 8).double()[
-        inputs.sample - 4
-    ]
+    weight = sample_weights(torch.tensor([2, 2]), chosen.aggregation, 8).double()[inputs.sample - 4]
     whole = (weight * objective(inputs, chosen).loss).sum()
     parts = [
-        (
-            weight[half]
-            * objective(
-                LossInputs(**{k: v[half] for k, v in vars(inputs).items()}), chosen
-            ).loss
-        ).sum()
+        (weight[half] * objective(LossInputs(**{k: v[half] for k, v in vars(inputs).items()}), chosen).loss).sum()
         for half in (slice(0, 3), slice(3, 6))
     ]
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-14, atol=1e-14)
@@ -327,9 +290,7 @@ def test_loss_and_gradient_do_not_depend_on_the_packs(chosen: Algorithm) -> None
 def test_statistics_sum_over_the_response_only() -> None:
     inputs = pack()
     clipped = torch.tensor([True, True, False, False, False, True])
-    sums = statistics(
-        inputs, TokenLoss(inputs.logp, clipped, doubles(9, 1, 2, 9, 3, 4))
-    )
+    sums = statistics(inputs, TokenLoss(inputs.logp, clipped, doubles(9, 1, 2, 9, 3, 4)))
     assert {name: value.item() for name, value in sums.items()} == {
         "tokens": 4,
         "clipped": 2,

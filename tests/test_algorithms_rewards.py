@@ -29,9 +29,7 @@ def test_grpo_by_hand() -> None:
 
 def test_dr_grpo_by_hand() -> None:
     # rewards 1, 0, 0, 0: mean 1/4
-    torch.testing.assert_close(
-        dr_grpo(table([1, 0, 0, 0])), table([0.75, -0.25, -0.25, -0.25])
-    )
+    torch.testing.assert_close(dr_grpo(table([1, 0, 0, 0])), table([0.75, -0.25, -0.25, -0.25]))
 
 
 @pytest.mark.parametrize("advantages", [grpo, dr_grpo])
@@ -50,9 +48,7 @@ def test_groups_do_not_see_each_other(advantages) -> None:
 
 @pytest.mark.parametrize("advantages", [grpo, dr_grpo])
 def test_groups_of_one_and_broken_rewards_are_refused(advantages) -> None:
-    with pytest.raises(
-        ValueError, match=r"at least 2 samples.*rollout\.samples_per_prompt"
-    ):
+    with pytest.raises(ValueError, match=r"at least 2 samples.*rollout\.samples_per_prompt"):
         advantages(table([1.0]))
     with pytest.raises(ValueError, match="sample 1 of group 0 is nan"):
         advantages(table([1.0, math.nan]))
@@ -61,14 +57,10 @@ def test_groups_of_one_and_broken_rewards_are_refused(advantages) -> None:
 def test_overlong_punishment_by_hand() -> None:
     # max 100, buffer 20, penalty 2: 0 up to 80, −2·(90 − 80)/20 = −1 at 90, −2 at 100
     result = overlong_punishment(torch.tensor([0, 80, 81, 90, 100]), 100, 20, 2.0)
-    torch.testing.assert_close(
-        result, torch.tensor([0, 0, -0.1, -1.0, -2.0], dtype=torch.float64)
-    )
+    torch.testing.assert_close(result, torch.tensor([0, 0, -0.1, -1.0, -2.0], dtype=torch.float64))
 
 
-def test_overlong_buffer_of_zero_is_off_and_a_larger_one_than_the_limit_refused() -> (
-    None
-):
+def test_overlong_buffer_of_zero_is_off_and_a_larger_one_than_the_limit_refused() -> None:
     assert (overlong_punishment(torch.tensor([5, 100]), 100, 0, 1.0) == 0).all()
     with pytest.raises(ValueError, match=r"algorithm\.overlong\.buffer_tokens = 101"):
         overlong_punishment(torch.tensor([5]), 100, 101, 1.0)
@@ -86,18 +78,14 @@ def test_overlong_buffer_of_zero_is_off_and_a_larger_one_than_the_limit_refused(
     ],
 )
 def test_sample_weights_by_hand(aggregation, expected) -> None:
-    weights = sample_weights(
-        torch.tensor([2, 0, 4]), aggregation, max_response_tokens=10
-    )
+    weights = sample_weights(torch.tensor([2, 0, 4]), aggregation, max_response_tokens=10)
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean", "constant"])
 def test_only_empty_responses_weigh_nothing(aggregation) -> None:
     assert sample_weights(torch.tensor([0, 0]), aggregation, 10).tolist() == [0, 0]
-    assert sample_weights(
-        torch.tensor([], dtype=torch.int64), aggregation, 10
-    ).shape == (0,)
+    assert sample_weights(torch.tensor([], dtype=torch.int64), aggregation, 10).shape == (0,)
 
 
 def test_pass_at_k_by_hand_and_against_all_subsets() -> None:
@@ -106,9 +94,7 @@ def test_pass_at_k_by_hand_and_against_all_subsets() -> None:
         pass_at_k(torch.tensor([0, 1, 3, 4]), 4, 2),
         torch.tensor([0, 0.5, 1, 1], dtype=torch.float64),
     )
-    subsets = (
-        torch.combinations(torch.tensor([1, 1, 0, 0, 0]), 3).amax(1).double().mean()
-    )
+    subsets = torch.combinations(torch.tensor([1, 1, 0, 0, 0]), 3).amax(1).double().mean()
     torch.testing.assert_close(pass_at_k(torch.tensor([2]), 5, 3)[0], subsets)
 
 
@@ -128,9 +114,7 @@ def test_evaluation_by_hand() -> None:
 def test_interval_is_over_prompts_not_samples() -> None:
     # 8 prompts with means ¼ and ¾: std = sqrt(8/7)/4, half width 1.96·std/√8 = 0.1852, however many samples a prompt has
     for samples in (4, 400):
-        low_high = evaluate(
-            table([1, 0, 0, 0], [1, 1, 1, 0]).repeat(4, samples // 4)
-        ).ci95
+        low_high = evaluate(table([1, 0, 0, 0], [1, 1, 1, 0]).repeat(4, samples // 4)).ci95
         assert low_high == pytest.approx((0.5 - 0.1852, 0.5 + 0.1852), abs=1e-4)
 
 
@@ -142,9 +126,7 @@ def test_one_prompt_has_no_interval_and_wrong_scores_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=words):
             evaluate(scores)
-    with pytest.raises(
-        ValueError, match="pass@3 needs at least 3 samples a prompt, there are 2"
-    ):
+    with pytest.raises(ValueError, match="pass@3 needs at least 3 samples a prompt, there are 2"):
         evaluate(table([1, 0]), k=3)
 
 
@@ -157,9 +139,7 @@ def test_logprob_gap_by_hand() -> None:
         torch.tensor([False, True, True]),
     )
     assert gap.tokens == 2
-    assert (gap.mean, gap.max, gap.mismatch_kl) == pytest.approx(
-        (ln2, ln2, 0.25), rel=1e-6
-    )
+    assert (gap.mean, gap.max, gap.mismatch_kl) == pytest.approx((ln2, ln2, 0.25), rel=1e-6)
 
 
 def test_mismatch_kl_of_a_small_gap_does_not_cancel() -> None:
@@ -173,10 +153,7 @@ def test_combined_gap_is_the_gap_of_all_tokens() -> None:
     torch.manual_seed(0)
     trainer, engine = torch.randn(9), torch.randn(9)
     response = torch.tensor([True] * 7 + [False] * 2)
-    parts = [
-        logprob_gap(trainer[i:j], engine[i:j], response[i:j])
-        for i, j in ((0, 2), (2, 7), (7, 9))
-    ]
+    parts = [logprob_gap(trainer[i:j], engine[i:j], response[i:j]) for i, j in ((0, 2), (2, 7), (7, 9))]
     whole, combined = logprob_gap(trainer, engine, response), combine(parts)
     assert combined.tokens == whole.tokens == 7
     assert (combined.mean, combined.max, combined.mismatch_kl) == pytest.approx(

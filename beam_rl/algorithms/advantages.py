@@ -20,9 +20,7 @@ def grpo(rewards: Tensor) -> Tensor:
         ValueError: fewer than 2 samples in a group, or a reward that is not finite.
     """
     centred = dr_grpo(rewards)
-    return centred / (
-        centred.square().sum(-1, keepdim=True) / (rewards.shape[-1] - 1)
-    ).sqrt().add(EPS)
+    return centred / (centred.square().sum(-1, keepdim=True) / (rewards.shape[-1] - 1)).sqrt().add(EPS)
 
 
 def dr_grpo(rewards: Tensor) -> Tensor:
@@ -35,9 +33,7 @@ def dr_grpo(rewards: Tensor) -> Tensor:
         )
     if not rewards.isfinite().all():
         group, sample = (~rewards.isfinite()).nonzero()[0].tolist()
-        raise ValueError(
-            f"the reward of sample {sample} of group {group} is {rewards[group, sample].item()}"
-        )
+        raise ValueError(f"the reward of sample {sample} of group {group} is {rewards[group, sample].item()}")
     r = rewards.double()
     # The mean of equal numbers can be off in its last bit; such a group would train on rounding.
     equal = r.amax(-1, keepdim=True) == r.amin(-1, keepdim=True)

@@ -17,9 +17,7 @@ def truncated_weight(logp_old: Tensor, logp_engine: Tensor, high: float) -> Tens
     return (logp_old - logp_engine).detach().exp().clamp(max=high)
 
 
-def masked_weight(
-    logp_old: Tensor, logp_engine: Tensor, low: float, high: float
-) -> Tensor:
+def masked_weight(logp_old: Tensor, logp_engine: Tensor, low: float, high: float) -> Tensor:
     """trainer / engine where that lies in [low, high], else 0: IcePop (arXiv:2510.18855, Ring-1T).
 
     A token far outside is taken for noise of the two engines (another expert was chosen, say) and doesn't train at all.

@@ -10,9 +10,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Evaluation:
     avg: float  # avg@k: the mean score
-    pass_rate: (
-        float  # pass@k: the expected share of prompts with a full score among k samples
-    )
+    pass_rate: float  # pass@k: the expected share of prompts with a full score among k samples
     k: int
     prompts: int
     ci95: tuple[float, float] | None  # of avg@k over prompts; None with a single prompt
@@ -42,9 +40,7 @@ def evaluate(scores: Tensor, k: int | None = None) -> Evaluation:
         ValueError: no prompts or samples, k out of range, or a score outside [0, 1].
     """
     if scores.ndim != 2 or scores.numel() == 0:
-        raise ValueError(
-            f"evaluation needs scores of (prompts, samples), got shape {tuple(scores.shape)}"
-        )
+        raise ValueError(f"evaluation needs scores of (prompts, samples), got shape {tuple(scores.shape)}")
     values = scores.double()
     if not ((values >= 0) & (values <= 1)).all():
         raise ValueError("evaluation needs scores between 0 and 1")
@@ -71,9 +67,7 @@ def pass_at_k(passed: Tensor, samples: int, k: int) -> Tensor:
         (prompts,) FP64.
     """
     if not 1 <= k <= samples:
-        raise ValueError(
-            f"pass@{k} needs at least {k} samples a prompt, there are {samples}"
-        )
+        raise ValueError(f"pass@{k} needs at least {k} samples a prompt, there are {samples}")
     total = math.comb(samples, k)
     return torch.tensor(
         [1 - math.comb(samples - int(c), k) / total for c in passed],

@@ -30,15 +30,11 @@ class LossInputs:
     logp: Tensor  # the policy's, now
     logp_old: Tensor  # the trainer's own, before the step's first update
     logp_engine: Tensor  # the engine's, as sampled
-    logp_reference: (
-        Tensor | None
-    )  # the frozen reference policy's; needed for the KL term
+    logp_reference: Tensor | None  # the frozen reference policy's; needed for the KL term
     advantage: Tensor  # the sample's, repeated over its tokens
     response: Tensor  # bool: True where a sampled token is predicted
     sample: Tensor  # int: which sample the token belongs to; the tokens of one sample are contiguous
-    entropy: Tensor | None = (
-        None  # of the policy's distribution at each token, nats; detached, for the statistics
-    )
+    entropy: Tensor | None = None  # of the policy's distribution at each token, nats; detached, for the statistics
 
 
 @dataclass(frozen=True)
@@ -80,9 +76,7 @@ def _policy_loss(inputs: LossInputs, settings: Algorithm) -> TokenLoss:
     if settings.loss == "clip":
         return clipped_loss(logp, old, advantage, low, high)
     if settings.loss == "gspo":
-        return gspo_loss(
-            logp, old, advantage, inputs.response, inputs.sample, low, high
-        )
+        return gspo_loss(logp, old, advantage, inputs.response, inputs.sample, low, high)
     return cispo_loss(logp, old, advantage, low, high)
 
 
@@ -91,9 +85,7 @@ def _importance_weight(inputs: LossInputs, settings: Algorithm) -> Tensor | None
     if correction.kind == "truncate":
         return truncated_weight(inputs.logp_old, inputs.logp_engine, correction.high)
     if correction.kind == "mask":
-        return masked_weight(
-            inputs.logp_old, inputs.logp_engine, correction.low, correction.high
-        )
+        return masked_weight(inputs.logp_old, inputs.logp_engine, correction.low, correction.high)
     return None
 
 
@@ -111,16 +103,12 @@ def keep_response(inputs: LossInputs) -> LossInputs:
         logp=kept(inputs.logp),
         logp_old=kept(inputs.logp_old).detach(),
         logp_engine=kept(inputs.logp_engine).detach(),
-        logp_reference=None
-        if inputs.logp_reference is None
-        else kept(inputs.logp_reference).detach(),
+        logp_reference=None if inputs.logp_reference is None else kept(inputs.logp_reference).detach(),
         advantage=kept(inputs.advantage),
     )
 
 
-def clipped_loss(
-    logp: Tensor, logp_old: Tensor, advantage: Tensor, low: float, high: float
-) -> TokenLoss:
+def clipped_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, low: float, high: float) -> TokenLoss:
     """PPO's clipped surrogate with separate bounds, "clip-higher" (DAPO, arXiv:2503.14476, eq. 8).
 
     loss = −min(ratio · A, clip(ratio, 1 − low, 1 + high) · A), ratio = exp(logp − logp_old).
@@ -156,16 +144,12 @@ def gspo_loss(
     _, group = torch.unique_consecutive(sample, return_inverse=True)
     groups = int(group[-1]) + 1 if len(group) else 0
     sums = log_ratio.new_zeros(groups).index_add(0, group, log_ratio)
-    tokens = log_ratio.new_zeros(groups).index_add(
-        0, group, response.to(log_ratio.dtype)
-    )
+    tokens = log_ratio.new_zeros(groups).index_add(0, group, response.to(log_ratio.dtype))
     sequence = torch.where(response, (sums / tokens.clamp(min=1)).exp()[group], 1.0)
     return _clip(sequence * (logp - logp.detach()).exp(), advantage, low, high)
 
 
-def cispo_loss(
-    logp: Tensor, logp_old: Tensor, advantage: Tensor, low: float, high: float
-) -> TokenLoss:
+def cispo_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, low: float, high: float) -> TokenLoss:
     """CISPO (MiniMax-M1, arXiv:2506.13585): the importance weight is clipped, no token loses its gradient.
 
     loss = −stop_gradient(clip(ratio, 1 − low, 1 + high)) · A · logp. A `low` of 1 or more leaves out the lower bound, as
@@ -180,12 +164,8 @@ def cispo_loss(
 
 
 def _clip(ratio: Tensor, advantage: Tensor, low: float, high: float) -> TokenLoss:
-    surrogate = torch.minimum(
-        ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage
-    )
-    binding = ((advantage > 0) & (ratio > 1 + high)) | (
-        (advantage < 0) & (ratio < 1 - low)
-    )
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    binding = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
     return TokenLoss(-surrogate, binding.detach(), None)
 
 

@@ -44,9 +44,7 @@ def logprob_gap(logp_trainer: Tensor, logp_engine: Tensor, response: Tensor) -> 
     if not len(trainer):
         return Gap(0, 0.0, 0.0, 0.0)
     difference = trainer - engine
-    kl = (
-        torch.expm1(difference) - difference
-    )  # the same as r − log r − 1 without cancelling where r is near 1
+    kl = torch.expm1(difference) - difference  # the same as r − log r − 1 without cancelling where r is near 1
     return Gap(
         len(trainer),
         difference.abs().mean().item(),

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 
-def overlong_punishment(
-    lengths: Tensor, max_tokens: int, buffer_tokens: int, penalty: float
-) -> Tensor:
+def overlong_punishment(lengths: Tensor, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), times `penalty`.
 
     0 up to max_tokens − buffer_tokens, then falling linearly to −penalty at max_tokens.

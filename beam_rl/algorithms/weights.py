@@ -12,9 +12,7 @@ from torch import Tensor
 Aggregation = Literal["token_mean", "sample_mean", "constant"]
 
 
-def sample_weights(
-    lengths: Tensor, aggregation: Aggregation, max_response_tokens: int
-) -> Tensor:
+def sample_weights(lengths: Tensor, aggregation: Aggregation, max_response_tokens: int) -> Tensor:
     """The weight of each response token of each sample of a global mini-batch of n samples.
 
     token_mean: 1 / Σ lengths, every token alike (DAPO, arXiv:2503.14476, eq. 8).
