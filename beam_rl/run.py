@@ -1,0 +1,450 @@
+"""A run's folder: what a run leaves behind, complete or absent, never half.
+
+    recipe.yaml · metrics.jsonl · samples/step_N.jsonl · checkpoints/step_N/ · adapters/step_N/ · log.txt
+
+Whatever moment the process is killed at or the disk fills up, the folder can be opened again and holds the last complete
+checkpoint with the metrics up to it. Knows nothing about what a checkpoint contains: the caller writes into a folder.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+LOGGER = logging.getLogger("beam_rl")
+
+# A run may go on with other values of these: they don't change what a step computes.
+RESUMABLE = ("trainer.steps", "checkpoint.", "eval.", "logging.", "cluster.")
+MANIFEST = "state.json"
+STEP_FOLDER = re.compile(r"step_(\d+)")
+STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
+
+Json = dict[str, Any]
+
+
+class RunError(ValueError):
+    """The run's folder can't be used as asked; one line in the user's words."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+    score: float | None  # the eval score that `keep_best` compares; None where no eval had run
+    state: Json  # what the caller handed over beside the files
+
+
+class Run:
+    """One run's folder, held by one process at a time. Make it with `Run.open`, leave it with `close` or `with`."""
+
+    def __init__(self, folder: Path, recipe: Json, resumed: Checkpoint | None, lock: int) -> None:
+        self.folder = folder
+        self.recipe = recipe
+        self.resumed = resumed  # the checkpoint to load before the first step; None: start from the beginning
+        self._lock = lock
+        self._last_step = resumed.step if resumed else -1
+        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        LOGGER.addHandler(self._handler)
+        if LOGGER.level == logging.NOTSET:
+            LOGGER.setLevel(logging.INFO)  # the root's default would keep everything below a warning out of log.txt
+        LOGGER.info("%s", f"resumed from {resumed.path}" if resumed else "started")
+
+    @classmethod
+    def open(cls, folder: Path, recipe: Json, resume: Literal["auto"] | Path | None = None) -> "Run":
+        """Opens the folder for a new run, or for going on with the one it holds.
+
+        Args:
+            folder: made where missing.
+            recipe: resolved, plain data as YAML holds it.
+            resume: None starts a new run and refuses a folder that holds one. "auto" goes on from the latest checkpoint,
+                or starts where there is none. A checkpoint's path goes on from it: in its own run, where it must be the
+                latest, or in a new folder, which then gets the metrics up to it.
+        Raises:
+            RunError: the folder holds a run and `resume` is None, holds a run of another recipe, other files, or another
+                process's run; or the checkpoint isn't one.
+        """
+        recipe = yaml.safe_load(yaml.safe_dump(recipe))  # as it will be read back, so that both compare equal
+        lock = -1
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _lock(folder)
+            source = _choose(folder, recipe, resume)
+            _prepare(folder, recipe, source)
+            return cls(folder, recipe, source, lock)
+        except BaseException as error:
+            if lock >= 0:
+                os.close(lock)
+            if isinstance(error, OSError):
+                raise RunError(f"can't open {folder}: {error.strerror or error}") from error
+            raise
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the folder. A second call does nothing."""
+        if self._lock < 0:
+            return
+        LOGGER.removeHandler(self._handler)
+        self._handler.close()
+        self._metrics.close()
+        os.close(self._lock)
+        self._lock = -1
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one line to metrics.jsonl: before the step's checkpoint, so that a resume finds it.
+
+        Raises:
+            RunError: a value that is not finite, or a step that is not after the last one.
+        """
+        broken = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
+        if broken:
+            raise RunError(f"step {step}: {', '.join(broken)}")
+        if step <= self._last_step:
+            raise RunError(f"metrics of step {step} after those of step {self._last_step}")
+        # Numbers may come from numpy or torch, which json doesn't know.
+        plain = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+        self._metrics.write(json.dumps({"step": step, **plain}) + "\n")
+        self._metrics.flush()
+        self._last_step = step
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Writes samples/step_N.jsonl, one object a sample."""
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_file(self.folder / "samples" / f"step_{step}.jsonl", text)
+
+    def checkpoint(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        state: Json,
+        score: float | None = None,
+    ) -> Checkpoint:
+        """Saves checkpoints/step_N and then removes what `checkpoint.keep_last` and `keep_best` don't keep.
+
+        A step whose checkpoint is complete already is not written again: the same step of a run is the same state.
+
+        Args:
+            write: gets an empty folder and fills it; returns when every rank has closed its files.
+            state: JSON to get back as `Checkpoint.state`.
+            score: the eval score that `keep_best` compares.
+        Raises:
+            RunError: the disk is full or failed. The half-written folder is gone, the earlier checkpoints are there.
+        """
+
+        def write_all(folder: Path) -> None:
+            write(folder)
+            files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
+            manifest = {"step": step, "score": score, "state": state, "files": files}
+            _sync_tree(folder)  # the manifest vouches for the files: they are on the disk before it
+            write_file(folder / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False))
+
+        target = self.folder / "checkpoints" / f"step_{step}"
+        existing = read_checkpoint(target)
+        if existing is not None:
+            return existing
+        self._write_folder(target, write_all)
+        LOGGER.info("saved %s", target)
+        self._prune()
+        return Checkpoint(target, step, score, state)
+
+    def adapter(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Saves adapters/step_N, in the same way as a checkpoint."""
+        target = self.folder / "adapters" / f"step_{step}"
+        self._write_folder(target, write)
+        return target
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All complete ones, oldest first."""
+        return checkpoints(self.folder)
+
+    def latest(self) -> Checkpoint | None:
+        return max(self.checkpoints(), key=lambda c: c.step, default=None)
+
+    def best(self) -> Checkpoint | None:
+        """The one with the highest eval score, the later of equals; None where none has a score."""
+        return _best(self.checkpoints())
+
+    def _write_folder(self, target: Path, write: Callable[[Path], None]) -> None:
+        try:
+            write_folder(target, write)
+        except Exception as error:
+            reason = _disk_error(error)
+            if reason is None:
+                raise
+            last = self.latest()
+            kept = f"the last complete checkpoint is {last.path}" if last else "there is no complete checkpoint yet"
+            raise RunError(f"can't write {target}: {reason}; {kept}") from error
+
+    def _prune(self) -> None:
+        settings = self.recipe["checkpoint"]
+        complete = self.checkpoints()
+        keep = {c.step for c in complete[-settings["keep_last"] :]}
+        best = _best(complete) if settings["keep_best"] else None
+        for old in complete:
+            if old.step in keep or old == best:
+                continue
+            try:
+                remove_folder(old.path)
+            except OSError as error:
+                LOGGER.warning("can't remove %s: %s", old.path, error.strerror)
+
+
+def checkpoints(folder: Path) -> list[Checkpoint]:
+    """The complete checkpoints in a run's folder, oldest first."""
+    found = (read_checkpoint(path) for path in _steps(folder / "checkpoints", STEP_FOLDER))
+    return [checkpoint for checkpoint in found if checkpoint]
+
+
+def read_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint in a folder, or None where it isn't complete: no manifest, or a file missing or of another size."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        for name, size in manifest["files"].items():
+            if (path / name).stat().st_size != size:
+                return None
+        return Checkpoint(path, manifest["step"], manifest["score"], manifest["state"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Makes `target` with what `write` puts into it, all of it on the disk, or leaves things as they were."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".{target.name}.tmp"
+    remove_folder(temporary)
+    temporary.mkdir()
+    try:
+        write(temporary)
+        _sync_tree(temporary)
+        remove_folder(target)
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync(target.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder so that a kill in between leaves nothing that looks like a checkpoint."""
+    if not path.exists():
+        return
+    doomed = path if path.name.startswith(".") else path.parent / f".{path.name}.removed"
+    if doomed != path:
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a file beside the place and renames it there, on the disk before it has its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".{path.name}.tmp"
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        _sync(temporary)
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def read_metrics(folder: Path) -> Iterator[Json]:
+    """The steps in metrics.jsonl, in order. A last line that was cut off by a kill is left out."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return
+    for number, line in enumerate(lines, 1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if number < len(lines):
+                raise RunError(f"{folder / 'metrics.jsonl'}: line {number} is not JSON") from None
+
+
+def differences(there: Json, here: Json) -> list[str]:
+    """Dotted keys with both values where two recipes differ in what a run can't go on with."""
+    old, new = _flat(there), _flat(here)
+    return [
+        f"{key} ({_shown(old, key)} there, {_shown(new, key)} here)"
+        for key in sorted(old.keys() | new.keys())
+        if not key.startswith(RESUMABLE) and old.get(key, ...) != new.get(key, ...)
+    ]
+
+
+def _choose(folder: Path, recipe: Json, resume: Literal["auto"] | Path | None) -> Checkpoint | None:
+    """The checkpoint to start from, after every reason to refuse."""
+    holds_run = (folder / "recipe.yaml").exists()
+    if not holds_run and any(not path.name.startswith(".") for path in folder.iterdir()):
+        raise RunError(f"{folder} is not empty and holds no run: give --out another folder")
+    if holds_run:
+        _require_same(folder, recipe)
+        if resume is None:
+            raise RunError(f"{folder} holds a run already: continue it with --resume, or give --out another folder")
+    if resume is None:
+        return None
+    complete = checkpoints(folder)
+    latest = complete[-1] if complete else None
+    if resume == "auto":
+        return latest
+    return _chosen(folder, recipe, Path(resume), latest, holds_run)
+
+
+def _chosen(folder: Path, recipe: Json, path: Path, latest: Checkpoint | None, holds_run: bool) -> Checkpoint:
+    chosen = read_checkpoint(path)
+    if chosen is None:
+        raise RunError(f"--resume {path}: no complete checkpoint there")
+    source = path.resolve().parent.parent
+    if source != folder.resolve():
+        if holds_run:
+            raise RunError(f"--resume {path}: {folder} holds a run of its own; continue that with --resume auto")
+        if (source / "recipe.yaml").exists():
+            _require_same(source, {**recipe, "name": _read_recipe(source).get("name")})
+    elif latest is not None and latest.step > chosen.step:
+        raise RunError(
+            f"--resume {path}: {folder} has a newer checkpoint, step_{latest.step}; "
+            "give --out another folder to branch off, or remove the newer ones"
+        )
+    return chosen
+
+
+def _require_same(folder: Path, recipe: Json) -> None:
+    found = differences(_read_recipe(folder), recipe)
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise RunError(
+            f"{folder} holds a run of another recipe, which differs in {', '.join(found[:3])}{more}: "
+            "give --out another folder, or --resume with the same recipe"
+        )
+
+
+def _prepare(folder: Path, recipe: Json, source: Checkpoint | None) -> None:
+    """Brings the folder to the state of the checkpoint: nothing half, nothing of later steps."""
+    write_file(
+        folder / "recipe.yaml",
+        yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
+    )
+    for parent in ("checkpoints", "adapters", "samples"):
+        (folder / parent).mkdir(exist_ok=True)
+        for leftover in (folder / parent).glob(".step_*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    last = source.step if source else -1
+    history = source.path.resolve().parent.parent if source else folder
+    kept = [line for line in read_metrics(history) if line["step"] <= last]
+    write_file(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+    for path in _steps(folder / "samples", STEP_FILE):
+        if _step_of(path) > last:
+            path.unlink()
+    for path in _steps(folder / "adapters", STEP_FOLDER):
+        if _step_of(path) > last:
+            remove_folder(path)
+
+
+def _read_recipe(folder: Path) -> Json:
+    try:
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise RunError(f"{folder / 'recipe.yaml'} is not YAML: {str(error).splitlines()[0]}") from None
+    return recipe if isinstance(recipe, dict) else {}
+
+
+def _flat(tree: Json, prefix: str = "") -> Json:
+    flat: Json = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _shown(flat: Json, key: str) -> str:
+    return repr(flat[key]) if key in flat else "absent"
+
+
+def _steps(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    paths = [path for path in folder.iterdir() if pattern.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(paths, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_").removesuffix(".jsonl"))
+
+
+def _best(complete: Sequence[Checkpoint]) -> Checkpoint | None:
+    scored = [(c.score, c.step, c) for c in complete if c.score is not None]
+    return max(scored, key=lambda entry: entry[:2])[2] if scored else None
+
+
+def _lock(folder: Path) -> int:
+    """An open file that holds the folder's lock: the system lets go of it when the process ends, however it ends."""
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise RunError(f"another process is training in {folder}: give --out another folder") from None
+    except OSError as error:
+        LOGGER.warning(
+            "%s can't be locked (%s): don't train into it twice at once",
+            folder,
+            error.strerror,
+        )
+    return handle
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in _files(folder):
+        _sync(path)
+    for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _disk_error(error: BaseException | None) -> str | None:
+    """What the disk refused, also where a library has wrapped the system's error; None for any other failure."""
+    while error is not None:
+        text = str(error)
+        number = error.errno if isinstance(error, OSError) else None
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text:
+            return "the disk is full"
+        if number in (
+            errno.EFBIG,
+            errno.EIO,
+            errno.EROFS,
+            errno.EACCES,
+            errno.EPERM,
+            errno.ESTALE,
+        ):
+            return os.strerror(number).lower()
+        if "inline_container.cc" in text or "PytorchStreamWriter failed" in text:
+            return "PyTorch couldn't write a file, as on a full disk"  # torch.save drops the system's error number
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
