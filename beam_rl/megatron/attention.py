@@ -1,4 +1,4 @@
-"""Beam's attention over packed samples: positions, the core on a CPU or through Transformer Engine, the output gate.
+"""Beam's attention over packed samples: positions, the core in torch or Transformer Engine, the output gate.
 
 Q and K come normalized and rounded from Megatron's SelfAttention; this module gives them positions, attends inside each
 sample (causal, within the layer's window) and gates the output. Knows nothing about the rest of the layer.
@@ -57,8 +57,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, pack: Pack, window: int | 
     return out.transpose(1, 2).reshape(samples * longest, -1).index_select(0, row)
 
 
-class CpuCore(MegatronModule):
-    """Megatron's core-attention slot without a GPU. Parameters as Megatron passes them; most have no meaning here."""
+class SdpaCore(MegatronModule):
+    """Megatron's core-attention slot without Transformer Engine: torch's attention over padded samples."""
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -77,7 +77,7 @@ if compat.has_transformer_engine():
 
     _Core: Any = TEDotProductAttention
 else:
-    _Core = CpuCore
+    _Core = SdpaCore
 
 
 class BeamCore(_Core):

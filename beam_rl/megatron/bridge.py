@@ -4,7 +4,10 @@ Tensors are streamed one at a time, and keep their dtype: the router and its cor
 disk. Knows nothing about training.
 """
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from megatron.bridge.models.conversion.param_mapping import (
 from megatron.bridge.models.model_provider import ModelProviderMixin
 from megatron.core import parallel_state
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from beam_rl.megatron.model import BeamConfig, BeamModel, build_model, config_from_hf
 
@@ -92,6 +96,9 @@ class BeamBridge(MegatronModelBridge):
         config = config_from_hf(hf, self.dtype_from_hf(hf, default=torch.float32), device)
         return BeamProvider(**{f.name: getattr(config, f.name) for f in fields(BeamConfig) if f.init})
 
+    def _with_progress_tracking(self, tasks: Any, description: str, show_progress: bool = True) -> Any:
+        return tasks  # a trainer among many writes no progress bars
+
     def mapping_registry(self) -> MegatronMappingRegistry:
         here, there = "decoder.layers.*.", "model.layers.*."
         hf = self.hf_config
@@ -132,6 +139,54 @@ class BeamBridge(MegatronModelBridge):
         return MegatronMappingRegistry(*mappings)
 
 
-def open_checkpoint(path: str) -> AutoBridge:
-    """The bridge of a Beam checkpoint in HF format."""
-    return AutoBridge.from_hf_pretrained(path)
+class BeamCheckpoint:
+    """A Beam checkpoint in HF format: a folder with `config.json` and safetensors."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ValueError, in one line, if `path` is not such a folder or lacks a tensor of the model."""
+        self.folder = Path(path)
+        self.config = read_config(self.folder)
+        self._bridge = AutoBridge.from_hf_pretrained(path)
+        expected, found = tensor_names(self.config), set(self._bridge.hf_pretrained.state.source.get_all_keys())
+        for what, names in (("lacks", expected - found), ("has the unknown", found - expected)):
+            if names:
+                raise ValueError(f"model.path = {path}: the checkpoint {what} {min(names)} ({len(names)} such tensors)")
+
+    def load_into(self, model: BeamModel) -> None:
+        self._bridge.load_hf_weights([model])
+
+    def tensors_of(self, model: BeamModel) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors under this checkpoint's names; every rank gets them all, one after the other."""
+        for name, tensor in self._bridge.export_hf_weights([model], cpu=False, show_progress=False):
+            yield name, tensor
+
+
+def read_config(folder: Path) -> Any:
+    """transformers' BeamConfig of a checkpoint folder; ValueError if it is none."""
+    try:
+        architectures = json.loads((folder / "config.json").read_text()).get("architectures") or []
+    except (OSError, ValueError):
+        raise ValueError(f"model.path = {folder}: no folder with a readable config.json") from None
+    if "BeamForCausalLM" not in architectures:
+        raise ValueError(f"model.path = {folder}: not a Beam checkpoint (its architectures: {architectures})")
+    return AutoConfig.from_pretrained(folder)
+
+
+def tensor_names(hf: Any) -> set[str]:
+    """Every tensor of a Beam checkpoint, by its name on disk."""
+    names = {"model.embed_tokens", "model.norm", "lm_head"}
+    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    attention = tuple(f"{part}_proj" for part in (*QKVG, "o")) + ("q_norm", "k_norm")
+    feed_forward = ("gate_proj", "up_proj", "down_proj")
+    bare = set()
+    for i, kind in enumerate(hf.mlp_layer_types):
+        layer = f"model.layers.{i}."
+        names |= {layer + norm for norm in norms} | {f"{layer}self_attn.{part}" for part in attention}
+        bare.add(layer + "self_attn.gate_bias")
+        if kind == "dense":
+            names |= {f"{layer}mlp.{part}" for part in feed_forward}
+        else:
+            names.add(layer + "mlp.gate")
+            bare.add(layer + "mlp.gate.e_score_correction_bias")
+            names |= {f"{layer}mlp.experts.{e}.{part}" for e in range(hf.num_experts) for part in feed_forward}
+    return {name + ".weight" for name in names} | bare

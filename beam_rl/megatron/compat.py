@@ -158,19 +158,24 @@ def _search_path(name: str) -> list[str] | None:
 
 @contextlib.contextmanager
 def _quick_import(on_cpu: bool) -> Iterator[None]:
-    """Megatron-core 0.19 imports W&B for its timers, and torch.compile's machinery for functions a CPU gains nothing
-    from: half of the start."""
-    logging.getLogger("megatron.bridge.utils.import_utils").setLevel(logging.WARNING)  # a traceback for each absence
-    warnings.filterwarnings("ignore", message="Apex is not installed")
+    """Megatron-core 0.19 imports W&B for its timers, and torch.compile's machinery for functions that a CPU gains
+    nothing from: half of the start. Both, and others, talk while they are imported."""
+    logging.disable(logging.INFO)  # Bridge logs a traceback for each thing that is not installed
+    root, level, handlers = logging.getLogger(), logging.getLogger().level, logging.getLogger().handlers[:]
     compile_function = torch.compile
     wandb = sys.modules.get("wandb")
     sys.modules["wandb"] = None  # type: ignore[assignment]  # reads as "not installed"
     if on_cpu:
         torch.compile = lambda function=None, **_: function  # type: ignore[assignment]
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         torch.compile = compile_function
+        logging.disable(logging.NOTSET)
+        root.setLevel(level)  # one of the imports makes everybody's INFO visible
+        root.handlers[:] = handlers
         del sys.modules["wandb"]
         if wandb is not None:
             sys.modules["wandb"] = wandb
