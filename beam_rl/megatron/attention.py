@@ -1,0 +1,125 @@
+"""Beam's attention over packed samples: positions, the core in torch or Transformer Engine, the output gate.
+
+Q and K come normalized and rounded from Megatron's SelfAttention; this module gives them positions, attends inside each
+sample (causal, within the layer's window) and gates the output. Knows nothing about the rest of the layer.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor, nn
+
+from beam_rl.megatron import compat
+from beam_rl.megatron.packing import Pack
+
+SSMAX_LENGTH, SSMAX_EXPONENT = 2048, 0.1
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE, half-split layout, FP32 inside and one rounding. x: (tokens, heads, dim); cos, sin: (tokens, dim) FP32."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x.float() * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+
+
+def scalable_softmax(query: Tensor, positions: Tensor) -> Tensor:
+    """SSMax: query · (1 + p/2048)^0.1, p the position counted from 1; FP32 inside and one rounding.
+
+    query: (tokens, heads, dim); positions: (tokens,) from 0.
+    """
+    scale = torch.exp(SSMAX_EXPONENT * torch.log1p((positions.float() + 1) / SSMAX_LENGTH))
+    return (query.float() * scale[:, None, None]).to(query.dtype)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, pack: Pack, window: int | None, scale: float) -> Tensor:
+    """Causal attention inside each sample, over the last `window` tokens (the token itself included; None: all).
+
+    query: (tokens, heads, dim); key, value: (tokens, KV heads, dim). Returns (tokens, heads · dim).
+    Samples are padded to the longest at their end, where causality hides the padding from every real token.
+    """
+    samples, longest, row = len(pack.lengths), pack.max_seqlen_q, pack.padded_row
+    place = torch.arange(longest, device=query.device)
+    distance = place[:, None] - place[None, :]
+    mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+    def padded(x: Tensor) -> Tensor:
+        rows = x.new_zeros(samples * longest, *x.shape[1:]).index_copy(0, row, x)
+        return rows.view(samples, longest, *x.shape[1:]).transpose(1, 2)
+
+    out = F.scaled_dot_product_attention(
+        padded(query), padded(key), padded(value), attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2).reshape(samples * longest, -1).index_select(0, row)
+
+
+class SdpaCore(MegatronModule):
+    """Megatron's core-attention slot without Transformer Engine: torch's attention over padded samples."""
+
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: Pack, **_: Any
+    ) -> Tensor:
+        return attend(query, key, value, packed_seq_params, self.window, self.scale)
+
+
+if compat.has_transformer_engine():
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    _Core: Any = TEDotProductAttention
+else:
+    _Core = SdpaCore
+
+
+class BeamCore(_Core):
+    """RoPE (sliding layers) or SSMax (full layers), then the core attention."""
+
+    def __init__(self, config: Any, layer_number: int, **kwargs: Any) -> None:
+        super().__init__(config=config, layer_number=layer_number, **kwargs)
+        self.rope_theta = None if config.no_rope_freq[layer_number - 1] else config.rope_theta
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: Pack, **kwargs: Any
+    ) -> Tensor:
+        if self.rope_theta is None:
+            query = scalable_softmax(query, packed_seq_params.positions)
+        else:
+            cos, sin = packed_seq_params.rotary(self.rope_theta, query.size(-1))
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        return super().forward(query, key, value, mask, packed_seq_params=packed_seq_params, **kwargs)
+
+
+class BeamSelfAttention(SelfAttention):
+    """Megatron's SelfAttention with Beam's output gate: full width, and one bias a head."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        heads = self.num_attention_heads_per_partition
+        self.gate_bias = nn.Parameter(torch.zeros(heads, dtype=self.config.params_dtype))
+        set_tensor_model_parallel_attributes(self.gate_bias, True, 0, 1)
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x: (tokens, 1, heads · dim); gate: (tokens, 1, heads, dim). The bias, the sigmoid and the product each round."""
+        gate = torch.sigmoid(gate + self.gate_bias[:, None])
+        return x * gate.reshape(x.shape)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state |= make_sharded_tensors_for_checkpoint(
+            {"gate_bias": self.gate_bias},
+            prefix,
+            {"gate_bias": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return state

@@ -1,0 +1,192 @@
+"""Beam in Megatron-Bridge: which tensor of a HF checkpoint is which parameter, in both directions.
+
+Tensors are streamed one at a time, and keep their dtype: the router and its correction bias are FP32 in Megatron and on
+disk. Knows nothing about training.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    ColumnParallelMapping,
+    GatedMLPMapping,
+    MegatronParamMapping,
+    ReplicatedMapping,
+    RowParallelMapping,
+)
+from megatron.bridge.models.model_provider import ModelProviderMixin
+from megatron.core import parallel_state
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from beam_rl.megatron.model import BeamConfig, BeamModel, build_model, config_from_hf
+
+QKVG = ("q", "k", "v", "gate")
+
+
+def merge_qkvg(parts: dict[str, Tensor], groups: int) -> Tensor:
+    """The four projections as Megatron stores them: for each KV group its q heads, gate heads, k head and v head.
+
+    Each part is (heads · dim, hidden), or anything else with the heads in its first dimension.
+    """
+    rest = parts["q"].shape[1:]
+    by_group = [parts[name].reshape(groups, -1, *rest) for name in ("q", "gate", "k", "v")]
+    return torch.cat(by_group, dim=1).reshape(-1, *rest)
+
+
+def split_qkvg(merged: Tensor, heads: int, groups: int, head_dim: int) -> dict[str, Tensor]:
+    """The inverse of `merge_qkvg`."""
+    wide, rest = heads // groups * head_dim, merged.shape[1:]
+    q, gate, k, v = merged.view(groups, -1, *rest).split([wide, wide, head_dim, head_dim], dim=1)
+    return {name: part.reshape(-1, *rest) for name, part in zip(QKVG, (q, k, v, gate), strict=True)}
+
+
+class QKVGateMapping(MegatronParamMapping[dict[str, Tensor]]):
+    """q, k, v and the full-width output gate ↔ Megatron's one `linear_qkv` (Bridge's own knows a gate value a head)."""
+
+    def __init__(self, megatron_param: str, hf_param: dict[str, str], heads: int, groups: int, head_dim: int) -> None:
+        super().__init__(megatron_param, hf_param)
+        self.heads, self.groups, self.head_dim = heads, groups, head_dim
+        self._sharded = ColumnParallelMapping(megatron_param, megatron_param)
+
+    def resolve(self, captures: tuple[str, ...]) -> "QKVGateMapping":
+        megatron_param, hf_param = self._resolve_names(captures)
+        return QKVGateMapping(megatron_param, hf_param, self.heads, self.groups, self.head_dim)
+
+    def hf_to_megatron(self, hf_weights: dict[str, Tensor], megatron_module: nn.Module) -> Tensor:
+        merged = merge_qkvg(hf_weights, self.groups) if self.tp_rank == 0 else None
+        return self._sharded.hf_to_megatron(merged, megatron_module)
+
+    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
+        whole = self._sharded.megatron_to_hf(megatron_weights, megatron_module)
+        if not whole:
+            return {}
+        parts = split_qkvg(next(iter(whole.values())), self.heads, self.groups, self.head_dim)
+        return {self.hf_param[name]: part for name, part in parts.items()}
+
+
+@dataclass
+class BeamProvider(BeamConfig, ModelProviderMixin[BeamModel]):
+    """Bridge's way to ask for a model."""
+
+    def provide(
+        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
+    ) -> BeamModel:
+        first = parallel_state.is_pipeline_first_stage() if pre_process is None else pre_process
+        last = parallel_state.is_pipeline_last_stage() if post_process is None else post_process
+        return build_model(self, first, last, vp_stage)
+
+    def finalize(self) -> None:
+        """`BeamConfig` is complete when it is made."""
+
+
+@MegatronModelBridge.register_bridge(source="BeamForCausalLM", target=BeamModel, provider=BeamProvider, model_type="beam")
+class BeamBridge(MegatronModelBridge):
+    def provider_bridge(self, hf_pretrained: Any) -> BeamProvider:
+        hf = hf_pretrained.config
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = config_from_hf(hf, self.dtype_from_hf(hf, default=torch.float32), device)
+        return BeamProvider(**{f.name: getattr(config, f.name) for f in fields(BeamConfig) if f.init})
+
+    def _with_progress_tracking(self, tasks: Any, description: str, show_progress: bool = True) -> Any:
+        return tasks  # a trainer among many writes no progress bars
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        here, there = "decoder.layers.*.", "model.layers.*."
+        hf = self.hf_config
+        replicated = {
+            "input_layernorm.weight": "input_layernorm.weight",
+            "self_attn_bda.norm.weight": "post_attention_layernorm.weight",
+            "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
+            "mlp_bda.norm.weight": "post_feedforward_layernorm.weight",
+            "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+            "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+            "mlp.router.weight": "mlp.gate.weight",
+            "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+        }
+        mappings: list[Any] = [ReplicatedMapping(here + a, there + b) for a, b in replicated.items()]
+        mappings += [
+            AutoMapping("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+            AutoMapping("output_layer.weight", "lm_head.weight"),
+            ReplicatedMapping("decoder.final_layernorm.weight", "model.norm.weight"),
+            RowParallelMapping(here + "self_attention.linear_proj.weight", there + "self_attn.o_proj.weight"),
+            ColumnParallelMapping(here + "self_attention.gate_bias", there + "self_attn.gate_bias"),
+            QKVGateMapping(
+                here + "self_attention.linear_qkv.weight",
+                {name: there + f"self_attn.{name}_proj.weight" for name in QKVG},
+                hf.num_attention_heads,
+                hf.num_key_value_heads,
+                hf.head_dim,
+            ),
+        ]
+        # Dense; experts one by one (CPU); grouped experts (Transformer Engine), which carry their number last.
+        for ours, theirs in (
+            ("mlp.{}.weight", "mlp.{}.weight"),
+            ("mlp.experts.local_experts.*.{}.weight", "mlp.experts.*.{}.weight"),
+            ("mlp.experts.{}.weight*", "mlp.experts.*.{}.weight"),
+        ):
+            gate, up, down = (there + theirs.format(f"{name}_proj") for name in ("gate", "up", "down"))
+            mappings.append(GatedMLPMapping(here + ours.format("linear_fc1"), gate, up))
+            mappings.append(RowParallelMapping(here + ours.format("linear_fc2"), down))
+        return MegatronMappingRegistry(*mappings)
+
+
+class BeamCheckpoint:
+    """A Beam checkpoint in HF format: a folder with `config.json` and safetensors."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ValueError, in one line, if `path` is not such a folder or lacks a tensor of the model."""
+        self.folder = Path(path)
+        self.config = read_config(self.folder)
+        self._bridge = AutoBridge.from_hf_pretrained(path)
+        expected, found = tensor_names(self.config), set(self._bridge.hf_pretrained.state.source.get_all_keys())
+        for what, names in (("lacks", expected - found), ("has the unknown", found - expected)):
+            if names:
+                raise ValueError(f"model.path = {path}: the checkpoint {what} {min(names)} ({len(names)} such tensors)")
+
+    def load_into(self, model: BeamModel) -> None:
+        self._bridge.load_hf_weights([model])
+
+    def tensors_of(self, model: BeamModel) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors under this checkpoint's names; every rank gets them all, one after the other."""
+        for name, tensor in self._bridge.export_hf_weights([model], cpu=False, show_progress=False):
+            yield name, tensor
+
+
+def read_config(folder: Path) -> Any:
+    """transformers' BeamConfig of a checkpoint folder; ValueError if it is none."""
+    try:
+        architectures = json.loads((folder / "config.json").read_text()).get("architectures") or []
+    except (OSError, ValueError):
+        raise ValueError(f"model.path = {folder}: no folder with a readable config.json") from None
+    if "BeamForCausalLM" not in architectures:
+        raise ValueError(f"model.path = {folder}: not a Beam checkpoint (its architectures: {architectures})")
+    return AutoConfig.from_pretrained(folder)
+
+
+def tensor_names(hf: Any) -> set[str]:
+    """Every tensor of a Beam checkpoint, by its name on disk."""
+    names = {"model.embed_tokens", "model.norm", "lm_head"}
+    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    attention = tuple(f"{part}_proj" for part in (*QKVG, "o")) + ("q_norm", "k_norm")
+    feed_forward = ("gate_proj", "up_proj", "down_proj")
+    bare = set()
+    for i, kind in enumerate(hf.mlp_layer_types):
+        layer = f"model.layers.{i}."
+        names |= {layer + norm for norm in norms} | {f"{layer}self_attn.{part}" for part in attention}
+        bare.add(layer + "self_attn.gate_bias")
+        if kind == "dense":
+            names |= {f"{layer}mlp.{part}" for part in feed_forward}
+        else:
+            names.add(layer + "mlp.gate")
+            bare.add(layer + "mlp.gate.e_score_correction_bias")
+            names |= {f"{layer}mlp.experts.{e}.{part}" for e in range(hf.num_experts) for part in feed_forward}
+    return {name + ".weight" for name in names} | bare

@@ -1,0 +1,231 @@
+"""Every place where we reach into Megatron-core or Megatron-Bridge beyond their public interface.
+
+`install()` makes both importable and runnable on the machine at hand: without Transformer Engine, and on a plain CPU
+with gloo. It changes nothing at import, refuses versions that these remedies were not written for, and may be called
+again. Call it before importing Megatron or any other module of this package. Knows nothing about Beam.
+"""
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+VERSIONS = {"megatron-core": "0.19.", "megatron-bridge": "0.6."}
+_TE_LAYERS = "megatron.bridge.peft.lora_layers"
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def install() -> None:
+    """Checks the versions and applies the remedies that this machine needs.
+
+    Raises:
+        RuntimeError: another version of Megatron-core or Megatron-Bridge is installed.
+    """
+    global _installed
+    if _installed:
+        return
+    check_versions({name: importlib.metadata.version(name) for name in VERSIONS})
+    on_cpu = not torch.cuda.is_available()
+    without_te = importlib.util.find_spec("transformer_engine") is None
+    if on_cpu:
+        _cpu_for_cuda()
+    _bare_bridge_packages()
+    if without_te:
+        sys.meta_path.insert(0, _WithoutTransformerEngine())
+    with _quick_import(on_cpu):
+        importlib.import_module("megatron.core.models.gpt.gpt_model")
+        importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
+    if without_te:
+        _correct_bridge_te_flags()
+    if on_cpu:
+        _cpu_random_states()
+    _installed = True
+
+
+def require_installed() -> None:
+    """Raises RuntimeError unless `install()` ran: the other modules import Megatron, which needs it."""
+    if not _installed:
+        raise RuntimeError("call beam_rl.megatron.compat.install() before importing beam_rl.megatron's other modules")
+
+
+def check_versions(found: dict[str, str]) -> None:
+    """Raises RuntimeError for the first package of `found` whose version these remedies were not written for."""
+    for name, prefix in VERSIONS.items():
+        if not found[name].startswith(prefix):
+            raise RuntimeError(
+                f"{name} {found[name]} is installed, but beam_rl/megatron/compat.py was written for {prefix}x: "
+                f"install {name}=={prefix}* or check each remedy there against {found[name]}"
+            )
+
+
+def has_transformer_engine() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+# --- a CPU in the place of a GPU ---------------------------------------------------------------------------------------
+
+
+class _NoStream:
+    """Stands for torch.cuda.Stream and Event: on a CPU everything has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record_event(self, *args: Any) -> "_NoStream":
+        return self
+
+    def wait_stream(self, *args: Any) -> None:
+        pass
+
+    wait_event = synchronize = record = wait = wait_stream
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NoStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _is_cuda(value: object) -> bool:
+    return value == "cuda" or (isinstance(value, torch.device) and value.type == "cuda")
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Megatron 0.19 writes `device="cuda"` into its schedules and optimizers, and compares `Tensor.type()`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **kwargs)
+
+
+def _cpu_for_cuda() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU
+    for name in ("set_device", "synchronize", "empty_cache"):
+        setattr(cuda, name, lambda *args, **kwargs: None)
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.Stream = cuda.Event = _NoStream
+    cuda.current_stream = lambda *args, **kwargs: _NoStream()
+    cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    _CudaMeansCpu().__enter__()
+
+
+def _cpu_random_states() -> None:
+    """Activation recomputation saves and restores the GPU's random state; here that is the CPU's."""
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+# --- what they import --------------------------------------------------------------------------------------------------
+
+
+def _bare_bridge_packages() -> None:
+    """Bridge 0.6 imports all its model families (and what those need) with its first module: 10 s, and we add our own.
+
+    Its packages come into being here without running their `__init__`; their modules are imported as usual.
+    """
+    for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.models.conversion"):
+        spec = importlib.machinery.PathFinder.find_spec(name, _search_path(name))
+        if spec is None or spec.submodule_search_locations is None:
+            raise RuntimeError(f"{name} is not a package in the installed megatron-bridge")
+        package = types.ModuleType(name)
+        package.__path__ = list(spec.submodule_search_locations)
+        sys.modules[name] = package
+
+
+def _search_path(name: str) -> list[str] | None:
+    parent = name.rpartition(".")[0]
+    return list(importlib.import_module(parent).__path__) if parent else None
+
+
+@contextlib.contextmanager
+def _quick_import(on_cpu: bool) -> Iterator[None]:
+    """Megatron-core 0.19 imports W&B for its timers, and torch.compile's machinery for functions that a CPU gains
+    nothing from: half of the start. Both, and others, talk while they are imported."""
+    logging.disable(logging.INFO)  # Bridge logs a traceback for each thing that is not installed
+    root, level, handlers = logging.getLogger(), logging.getLogger().level, logging.getLogger().handlers[:]
+    compile_function = torch.compile
+    wandb = sys.modules.get("wandb")
+    sys.modules["wandb"] = None  # type: ignore[assignment]  # reads as "not installed"
+    if on_cpu:
+        torch.compile = lambda function=None, **_: function  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.compile = compile_function
+        logging.disable(logging.NOTSET)
+        root.setLevel(level)  # one of the imports makes everybody's INFO visible
+        root.handlers[:] = handlers
+        del sys.modules["wandb"]
+        if wandb is not None:
+            sys.modules["wandb"] = wandb
+
+
+# --- Bridge without Transformer Engine ---------------------------------------------------------------------------------
+
+
+class _WithoutTransformerEngine(importlib.abc.MetaPathFinder):
+    """Bridge 0.6 imports Transformer Engine in one file (`peft/lora_layers.py`) without asking whether it is there."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != _TE_LAYERS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _WithEmptyTransformerEngine(name, spec.origin)
+        return spec
+
+
+class _WithEmptyTransformerEngine(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: types.ModuleType) -> None:
+        # What the file imports besides is loaded first, so that nothing else takes the empty module for the real one.
+        for dependency in ("core.transformer.moe.moe_utils", "bridge.peft.adapter_wrapper", "bridge.peft.lora_merge"):
+            importlib.import_module(f"megatron.{dependency}")
+        with _empty_transformer_engine():
+            super().exec_module(module)
+
+
+@contextlib.contextmanager
+def _empty_transformer_engine() -> Iterator[None]:
+    """A `transformer_engine` whose classes nothing is an instance of."""
+    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+    top, pytorch, ops = (types.ModuleType(name) for name in names)
+    for owner, classes in ((pytorch, ("Linear", "LayerNormLinear", "GroupedLinear")), (ops, ("Sequential",))):
+        for name in classes:
+            setattr(owner, name, type(name, (), {}))
+    top.__dict__.update(pytorch=pytorch)
+    pytorch.__dict__.update(ops=ops)
+    sys.modules.update(zip(names, (top, pytorch, ops), strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def _correct_bridge_te_flags() -> None:
+    """Bridge 0.6 takes Megatron-core's `TELinear = None` and the like for Transformer Engine being there."""
+    for name in ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher"):
+        module = importlib.import_module(name)
+        for flag in [flag for flag in vars(module) if flag.startswith("HAVE_TE")]:
+            setattr(module, flag, False)

@@ -1,0 +1,313 @@
+"""Beam as a Megatron-core model: its configuration, norms, experts, residuals and layers.
+
+Every rounding is Beam's (transformers' `models/beam` is the reference); parallelism, schedules and checkpoints are
+Megatron's. Linear layers are Megatron's own on a CPU and Transformer Engine's where that is installed with a GPU.
+Knows nothing about tensors' names on disk, losses or optimizers.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor, nn
+
+from beam_rl.megatron import compat
+from beam_rl.megatron.attention import BeamCore, BeamSelfAttention
+from beam_rl.megatron.packing import Agreement, Pack
+from beam_rl.megatron.router import BeamRouter
+
+compat.require_installed()
+
+
+# --- configuration -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class BeamConfig(TransformerConfig):
+    """Megatron's configuration and what only Beam has."""
+
+    vocab_size: int = 0
+    max_position_embeddings: int = 0
+    rope_theta: float = 0.0
+    final_logit_softcapping: float = 0.0
+    routed_scaling_factor: float = 0.0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """Global numbers, from 0, of the layers that have a router."""
+        return [i for i, sparse in enumerate(self.moe_layer_freq) if sparse]
+
+
+def silu_fp32(x: Tensor) -> Tensor:
+    """SwiGLU's activation in FP32; the product with `up` is FP32 then, and the down projection's input rounds once."""
+    return F.silu(x.float())
+
+
+def config_from_hf(hf: Any, dtype: torch.dtype, device: torch.device, **parallel: Any) -> BeamConfig:
+    """Beam's configuration from its `config.json`.
+
+    Args:
+        hf: transformers' BeamConfig. dtype: of the activations and of every weight but the router's.
+        parallel: Megatron's parallel sizes and recomputation settings, by Megatron's names.
+    """
+    full = [int(kind == "full_attention") for kind in hf.layer_types]
+    te = compat.has_transformer_engine()
+    return BeamConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=hf.head_dim,
+        window_size=(hf.sliding_window - 1, 0),
+        window_attn_skip_freq=[1 - f for f in full],
+        no_rope_freq=full,
+        qk_layernorm=True,
+        attention_output_gate=True,
+        num_moe_experts=hf.num_experts,
+        moe_ffn_hidden_size=hf.moe_intermediate_size,
+        moe_layer_freq=[int(kind == "sparse") for kind in hf.mlp_layer_types],
+        moe_router_topk=hf.num_experts_per_tok,
+        moe_router_num_groups=hf.n_group,
+        moe_router_group_topk=hf.topk_group,
+        moe_router_score_function="sigmoid",
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=te,
+        routed_scaling_factor=hf.routed_scaling_factor,
+        final_logit_softcapping=hf.final_logit_softcapping,
+        rope_theta=hf.rope_parameters["sliding_attention"]["rope_theta"],
+        vocab_size=hf.vocab_size,
+        max_position_embeddings=hf.max_position_embeddings,
+        gated_linear_unit=True,
+        activation_func=silu_fp32,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not te,
+        perform_initialization=False,
+        transformer_impl="transformer_engine" if te else "local",
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
+        device=device,
+        **parallel,
+    )
+
+
+# --- norm and residual -------------------------------------------------------------------------------------------------
+
+
+class BeamRMSNorm(nn.Module):
+    """RMSNorm in FP32, the weight's product included, rounded once."""
+
+    def __init__(self, config: BeamConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=config.device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return (self.weight.float() * h).to(x.dtype)
+
+
+class SandwichResidual(nn.Module):
+    """Megatron's bias-dropout-add slot: norm of the sub-layer's output, then the n-th depth-scaled residual add.
+
+    h ← x/√n + h·√((n−1)/n), both products rounded to the activation dtype before the sum.
+    """
+
+    def __init__(self, config: BeamConfig, n: int) -> None:
+        super().__init__()
+        self.norm = BeamRMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.x_scale, self.residual_scale = 1.0 / math.sqrt(n), math.sqrt((n - 1) / n)
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
+        return self.add
+
+    def add(self, x_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        return self.norm(x_with_bias[0]) * self.x_scale + residual * self.residual_scale
+
+
+# --- experts -----------------------------------------------------------------------------------------------------------
+
+
+class RoundingInput:
+    """A down projection that rounds its FP32 input to the weight's dtype."""
+
+    config: BeamConfig
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(x.to(self.config.params_dtype), *args, **kwargs)  # type: ignore[misc]
+
+
+class WeightedOutputs:
+    """Experts whose outputs, not activations, are multiplied by the router's weights, as Beam does."""
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        out, _ = super().forward(tokens, tokens_per_expert, torch.ones_like(weights))  # type: ignore[misc]
+        return (out * weights.unsqueeze(-1)).to(out.dtype), None
+
+
+class BeamRowParallelLinear(RoundingInput, RowParallelLinear):
+    pass
+
+
+class BeamSequentialMLP(WeightedOutputs, SequentialMLP):
+    pass
+
+
+class BeamGroupedMLP(WeightedOutputs, TEGroupedMLP):
+    pass
+
+
+class BeamMoELayer(MoELayer):
+    """Megatron's MoE layer with a router that can be told its choice, and Beam's factor after the experts' sum."""
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, routes: Tensor | None = None, agreement: Agreement | None = None
+    ) -> tuple[Tensor, None]:
+        if self.moe_layer_recompute and self.training:
+            return tensor_parallel.checkpoint(self._forward, False, hidden, routes, agreement), None
+        return self._forward(hidden, routes, agreement), None
+
+    def _forward(self, hidden: Tensor, routes: Tensor | None, agreement: Agreement | None) -> Tensor:
+        weights, chosen = self.router(hidden, routes, agreement)
+        hidden, weights = self.preprocess(hidden, weights, chosen)
+        hidden, weights = self.dispatch(hidden, weights)
+        out, _ = self.routed_experts_compute(hidden, weights)
+        out = self.postprocess(self.combine(out), None)
+        return out * self.config.routed_scaling_factor
+
+
+# --- layers ------------------------------------------------------------------------------------------------------------
+
+
+class BeamLayer(TransformerLayer):
+    def __init__(self, config: BeamConfig, submodules: TransformerLayerSubmodules, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        adds_before = 2 * (self.layer_number - 1)  # layer_number is global and counts from 1
+        self.self_attn_bda = SandwichResidual(config, adds_before + 2)
+        self.mlp_bda = SandwichResidual(config, adds_before + 3)
+
+    def _forward_mlp(
+        self, hidden: Tensor, inference_context: None = None, padding_mask: None = None, packed_seq_params: Any = None
+    ) -> Tensor:
+        normed = self._forward_pre_mlp_layernorm(hidden)
+        if self.is_moe_layer:
+            out = self.mlp(normed, self._routes(packed_seq_params), packed_seq_params.agreement)
+        elif self.recompute_mlp:
+            out = tensor_parallel.checkpoint(self.mlp, False, normed)
+        else:
+            out = self.mlp(normed)
+        return self._forward_post_mlp(out, hidden)
+
+    def _routes(self, pack: Pack) -> Tensor | None:
+        """This layer's column, found by its global number: a pipeline stage's first MoE layer is not column 0."""
+        if pack.routes is None:
+            return None
+        return pack.routes[:, self.config.moe_layers.index(self.layer_number - 1)]
+
+
+@dataclass
+class Linears:
+    """The linear layers of a machine: Megatron's own, or Transformer Engine's."""
+
+    column: type
+    row: type  # output projection of the attention
+    down: type  # rounds its input
+    experts: Callable[..., Any]
+
+
+def linears() -> Linears:
+    if not compat.has_transformer_engine():
+        dense = MLPSubmodules(ColumnParallelLinear, BeamRowParallelLinear)
+        experts = partial(BeamSequentialMLP, submodules=dense)
+        return Linears(ColumnParallelLinear, RowParallelLinear, BeamRowParallelLinear, experts)
+    from megatron.core.extensions import transformer_engine as te
+
+    down = type("BeamTERowParallelLinear", (RoundingInput, te.TERowParallelLinear), {})
+    grouped_down = type("BeamTERowParallelGroupedLinear", (RoundingInput, te.TERowParallelGroupedLinear), {})
+    grouped = GroupedMLPSubmodules(te.TEColumnParallelGroupedLinear, grouped_down)
+    return Linears(te.TEColumnParallelLinear, te.TERowParallelLinear, down, partial(BeamGroupedMLP, submodules=grouped))
+
+
+def layer_spec(sparse: bool) -> ModuleSpec:
+    kind = linears()
+    attention = ModuleSpec(
+        module=BeamSelfAttention,
+        params={"attn_mask_type": AttnMaskType.padding_causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=kind.column,
+            core_attention=BeamCore,
+            linear_proj=kind.row,
+            q_layernorm=BeamRMSNorm,
+            k_layernorm=BeamRMSNorm,
+        ),
+    )
+    if sparse:
+        mlp = partial(BeamMoELayer, submodules=MoESubmodules(router=BeamRouter, experts=kind.experts))
+    else:
+        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(kind.column, kind.down))
+    return ModuleSpec(
+        module=BeamLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=BeamRMSNorm, self_attention=attention, pre_mlp_layernorm=BeamRMSNorm, mlp=mlp
+        ),
+    )
+
+
+class BeamModel(GPTModel):
+    """One pipeline stage of Beam. Called with (1, tokens) ids and `packed_seq_params` a `Pack`."""
+
+    config: BeamConfig
+
+
+def build_model(config: BeamConfig, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> BeamModel:
+    """The layers of this process's pipeline stage, weights not initialized."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    specs = [layer_spec(bool(config.moe_layer_freq[i])) for i in here]
+    return BeamModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=BeamRMSNorm),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="none",
+        vp_stage=vp_stage,
+    )

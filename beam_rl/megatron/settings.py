@@ -1,0 +1,32 @@
+"""What a trainer is told and what it gives back. Plain: importing it starts neither torch nor Megatron."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from beam_rl.recipe.tree import Optimizer, Parallel
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    precision: Literal["fp32", "bf16"]  # of the activations and of every weight but the router's
+    numerics: Literal["engine", "reference"]  # of the logits: rounded after the softcap as in vLLM, or FP32
+    temperature: float  # as at sampling
+    routing_replay: bool  # use a micro-batch's routes where it has them
+    deterministic: bool
+    seed: int
+    optimizer: Optimizer
+    parallel: Parallel
+    chunk_tokens: int = 1024  # tokens whose FP32 logits exist at one time
+
+
+@dataclass(frozen=True)
+class Score:
+    """One micro-batch under the policy; position i is about predicting `targets[i]`."""
+
+    logp: NDArray[np.float32]  # (tokens,) natural-log probability of the target
+    entropy: NDArray[np.float32]  # (tokens,) nats
+    routes_agree: int  # (token, MoE layer) pairs whose replayed set of experts is the router's own choice too
+    routes_total: int  # pairs that were replayed
