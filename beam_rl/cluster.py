@@ -14,6 +14,7 @@ from pathlib import Path
 from beam_rl.engines import Engines
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
+from beam_rl.step import Display
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,8 @@ class Cluster:
     The two start at the same time; `policy` and `engines` are ready when the context is entered.
     """
 
-    def __init__(self, recipe: Recipe, model_path: Path, logs: Path) -> None:
-        self.recipe, self.model_path, self.logs = recipe, model_path, logs
+    def __init__(self, recipe: Recipe, model_path: Path, logs: Path, display: Display) -> None:
+        self.recipe, self.model_path, self.logs, self.display = recipe, model_path, logs, display
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Cluster":
@@ -35,8 +36,9 @@ class Cluster:
             stack.enter_context(ray_session(self.recipe.cluster.address, self.logs))
             self.engines = stack.enter_context(Engines(self.recipe, self.model_path, self.logs))
             self.policy = stack.enter_context(Policy(self.recipe, self.model_path))
-            self.policy.wait_ready()
-            self.engines.wait_ready(self.recipe.rollout.start_timeout_s)
+            with self.display.phase("starting trainer and engines", once=True):
+                self.policy.wait_ready()
+                self.engines.wait_ready(self.recipe.rollout.start_timeout_s)
             self._stack = stack.pop_all()
         return self
 

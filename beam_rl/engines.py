@@ -86,7 +86,7 @@ class Engines:
         """Samples all requests at once; a group's requests (one prompt) go to one engine, which shares their prefix.
 
         Args:
-            on_progress: called with the number of completions so far.
+            on_progress: called with the number of new completions.
         Returns:
             completions by request id.
         """
@@ -100,7 +100,7 @@ class Engines:
                 completion = await ref
                 done[completion.id] = completion
                 if on_progress:
-                    on_progress(len(done))
+                    on_progress(1)
 
         async def everything() -> None:
             await asyncio.gather(*(collect(a, r) for a, r in zip(self.actors, shares, strict=True) if r))

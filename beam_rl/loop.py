@@ -79,13 +79,13 @@ class Loop:
 
     def begin(self) -> None:
         """The state to start from, in the trainer and in every engine; a fresh run evaluates it."""
-        step = Step(self.state.step, self.report)
         if self.run.resumed:
-            with step.phase("loading the checkpoint"):
+            with self.report.phase("loading the checkpoint", once=True):
                 self.state = State(**self.run.resumed.state)
                 self.policy.load(self.run.resumed.path)
             self.inputs.prompts.restore(self.state.prompts)
             self.saved = self.state.step
+        step = Step(self.state.step, self.report)
         with step.phase("syncing", "sync"):
             step.log(sync_metrics(self.engines.load(self.policy, version=self.state.step)))
         if not self.run.resumed and self.evaluation_due():
@@ -122,12 +122,12 @@ class Loop:
             if self.recipe.rollout.routing_replay:
                 step.log({"replay/route_agreement": scores.routes_agree / scores.routes_total})
         updates = []
-        with step.phase("updating", "update", len(batch.mini_batches)) as advance_to:
+        with step.phase("updating", "update", len(batch.mini_batches)) as phase:
             for i in range(len(batch.mini_batches)):
                 lr = learning_rate(self.state.updates, self.recipe)
                 updates.append(self.policy.update(i, lr))
                 self.state.updates += 1
-                advance_to(i + 1)
+                phase.advance()
         step.log({name: sum(u[name] for u in updates) / len(updates) for name in updates[0]})
         step.log({"optim/lr": lr} | self.policy.peak_memory())
 
@@ -137,9 +137,9 @@ class Loop:
 
     def evaluate(self, step: Step) -> None:
         samples = len(self.inputs.eval_prompts) * self.recipe.eval.samples_per_prompt
-        with step.phase("evaluating", None, samples) as advance_to:
+        with step.phase("evaluating", "eval", samples) as phase:
             scores = evaluate(
-                self.inputs.eval_prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, advance_to
+                self.inputs.eval_prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, phase.advance
             )
         task, k = self.inputs.eval_task, self.recipe.eval.samples_per_prompt
         step.log({f"eval/{task}/avg@{k}": scores.avg, f"eval/{task}/pass@{k}": scores.pass_rate})

@@ -73,8 +73,8 @@ def sample_groups(
     for _ in range(dynamic.max_rounds if dynamic.enabled else 1):
         batch = prompts.take(wanted - len(rollout.groups))
         requests = [_requests(p, recipe) for p in batch]
-        with step.phase("sampling", "generate", sum(map(len, requests))) as advance_to:
-            completions = engines.generate(requests, advance_to)
+        with step.phase("sampling", "generate", sum(map(len, requests))) as phase:
+            completions = engines.generate(requests, phase.advance)
         groups = [_group(p, r, completions, decode) for p, r in zip(batch, requests, strict=True)]
         with step.phase("verifying", "verify"):
             judge_groups(groups, verifier, recipe, rollout)

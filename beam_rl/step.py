@@ -2,22 +2,26 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
+
+
+class Phase(Protocol):
+    def advance(self, count: int = 1) -> None: ...
 
 
 class Display(Protocol):
     """Shows what is going on now."""
 
     def phase(
-        self, label: str, total: int | None = None
-    ) -> contextlib.AbstractContextManager[Callable[[int], None]]: ...
+        self, name: str, total: int | None = None, once: bool = False
+    ) -> contextlib.AbstractContextManager[Phase]: ...
 
 
 class Step:
-    """The step's number, its metrics so far (the names of docs/metrics.md), and the wall seconds of its parts."""
+    """The step's number, its metrics so far (names of `report.metric_names`), and the wall seconds of its parts."""
 
-    PARTS = ("generate", "verify", "score", "update", "sync")
+    PARTS = ("generate", "verify", "score", "update", "sync", "eval")
 
     def __init__(self, number: int, display: Display) -> None:
         self.number, self.display = number, display
@@ -25,14 +29,13 @@ class Step:
         self._start = time.perf_counter()
 
     @contextlib.contextmanager
-    def phase(self, label: str, part: str | None = None, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Shows `label` with a count up to `total` (call what is yielded with the count); the time goes to `part`."""
+    def phase(self, name: str, part: str, total: int | None = None) -> Iterator[Phase]:
+        """Shows `name` with a count up to `total`; the time goes to `time/<part>_s`."""
         start = time.perf_counter()
-        with self.display.phase(label, total) as advance_to:
-            yield advance_to
-        if part:
-            name = f"time/{part}_s"
-            self.metrics[name] = self.metrics.get(name, 0.0) + time.perf_counter() - start
+        with self.display.phase(name, total) as phase:
+            yield phase
+        key = f"time/{part}_s"
+        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
 
     def log(self, metrics: Mapping[str, float]) -> None:
         self.metrics.update(metrics)
