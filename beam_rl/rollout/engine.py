@@ -1,0 +1,283 @@
+"""One vLLM engine as an asynchronous object: token ids in; token ids, their log-probabilities and routes out.
+
+Made to be a Ray actor (`actor.py`), knows nothing about Ray itself. Promises: what a request samples hangs on its seed and
+on the batch it was handed in with, not on arrival; the engine serves exactly one version of the weights; no process stays
+behind when it stops or its process is killed.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from beam_rl.rollout import process
+from beam_rl.rollout.launch import EngineSettings, launch, set_environment
+from beam_rl.rollout.routes import Routes, check_routes, route_dtype
+from beam_rl.samples import Completion, Request
+
+LOG_TAIL_LINES = 40
+STOP_GRACE_S = 10.0
+
+
+class EngineStartError(RuntimeError):
+    """vLLM did not start; the message ends with the last lines of the engine's own log."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a started engine says about itself. `moe_layers[j]` is the global layer number of column j of the routes."""
+
+    moe_layers: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    version: int
+    pid: int
+    child_pids: tuple[int, ...]
+    log: str
+
+
+class Engine:
+    """A sampling engine; `start` comes first."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.version = 0
+        self.llm: Any = None
+        self.info: EngineInfo | None = None
+        self.in_flight: set[str] = set()  # vLLM's ids of unfinished requests
+        self.update_state = "none"  # "none", "running", or why the weights are no longer one version
+        self.admission = asyncio.Lock()
+
+    async def start(self) -> EngineInfo:
+        """Loads the checkpoint; returns when the engine can sample. Raises EngineStartError."""
+        set_environment(self.settings)
+        try:
+            stops = stop_ids(self.settings.model)
+            self.llm = launch(self.settings)
+        except Exception as error:
+            tail = process.last_lines(self.settings.log, LOG_TAIL_LINES)
+            raise EngineStartError(f"vLLM did not start: {error}\nLast lines of {self.settings.log}:\n{tail}") from None
+        from beam_rl.rollout import compat
+
+        kinds = self.llm.model_config.hf_config.mlp_layer_types
+        self.info = EngineInfo(
+            moe_layers=tuple(i for i, kind in enumerate(kinds) if kind == "sparse"),
+            stop_token_ids=stops,
+            version=self.version,
+            pid=os.getpid(),
+            child_pids=tuple(compat.child_pids(self.llm)),
+            log=str(self.settings.log),
+        )
+        return self.info
+
+    async def generate(self, requests: list[Request]) -> AsyncIterator[Completion]:
+        """Samples all requests at once and yields each completion when it is done.
+
+        `token_ids` and `logp` include the stop token. Raises ValueError, before anything is sampled, for a request that
+        cannot fit `max_model_len`; RuntimeError during a weight update or after a failed one.
+        """
+        self._refuse_during_update("sample")
+        for request in requests:
+            check_fits(request, self.settings.max_model_len)
+        done: asyncio.Queue[tuple[Request, str, Any]] = asyncio.Queue()
+        tasks = await self._admit(requests, done)
+        left = set(tasks)
+        try:
+            while left:
+                ended = await _everything_in(done)
+                left -= {internal_id for _, internal_id, _ in ended}
+                for completion in await self._complete(ended):
+                    yield completion
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await self._abandon(left)
+
+    async def begin_update(self) -> None:
+        """Opens a weight update. Raises RuntimeError while requests are running: their samples would mix versions."""
+        self._refuse_during_update("begin a weight update")
+        if self.in_flight:
+            raise RuntimeError(f"cannot begin a weight update: {len(self.in_flight)} requests are still sampling")
+        await self.llm.start_weight_update()
+        self.update_state = "running"
+
+    async def join_sync(self, host: str, port: int, rank: int, size: int, deadline_s: float) -> None:
+        """Joins a sender's group (`sync.transport.WeightSender`) of `size` ranks, this engine's first worker as `rank`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        join = {"host": host, "port": port, "rank": rank, "size": size, "deadline_s": deadline_s}
+        join["local_host"] = self.settings.host
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=join))
+
+    async def update(self, bucket: dict[str, Any]) -> None:
+        """Receives and loads one bucket; `bucket` is what the sender announces."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._require_update()
+        try:
+            await self.llm.update_weights(WeightTransferUpdateRequest(update_info=bucket))
+        except Exception as error:
+            self.update_state = f"a weight update failed half way ({error})"
+            raise
+
+    async def finish_update(self, version: int) -> None:
+        """Closes the update: every tensor has come, caches of the old weights are dropped, `version` is served."""
+        self._require_update()
+        try:
+            await self.llm.finish_weight_update(weight_version=str(version))
+            if not await self.llm.reset_prefix_cache():
+                raise RuntimeError("vLLM kept its prefix cache, which holds keys and values of the old weights")
+        except Exception as error:
+            self.update_state = f"a weight update did not finish ({error})"
+            raise
+        self.version, self.update_state = version, "none"
+
+    async def weight(self, name: str) -> NDArray[Any]:
+        """What the engine holds now under a checkpoint's tensor name; BF16 comes as its bits in uint16."""
+        dtype, shape, raw = (await self.llm.collective_rpc("read_weight", args=(name,)))[0]
+        return np.frombuffer(raw, np.uint16 if dtype == "bfloat16" else dtype).reshape(shape)
+
+    async def routes_held(self) -> int:
+        """Finished responses whose routes the worker still keeps; 0 when the engine is idle (CPU engines)."""
+        return (await self.llm.collective_rpc("routes_held"))[0]
+
+    async def stop(self) -> None:
+        """Ends vLLM's processes; returns when they are gone."""
+        if self.llm is None or self.info is None:
+            return
+        self.llm.shutdown()
+        process.end(list(self.info.child_pids), STOP_GRACE_S)
+        self.llm = None
+
+    async def _admit(self, requests: list[Request], done: asyncio.Queue) -> dict[str, asyncio.Task]:
+        """Hands all requests to vLLM while its scheduler is held, so that its steps are the same in every run.
+
+        Returns the task that waits for each, by vLLM's id of the request.
+        """
+        tasks: dict[str, asyncio.Task] = {}
+        async with self.admission:
+            await self.llm.pause_generation(mode="keep", clear_cache=False)
+            try:
+                for request in requests:
+                    collector = await self._add(request)
+                    self.in_flight.add(collector.request_id)
+                    tasks[collector.request_id] = asyncio.create_task(_wait(request, collector, done))
+            finally:
+                await self.llm.resume_generation()
+        return tasks
+
+    async def _add(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        assert self.info is not None
+        params = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            stop_token_ids=list(self.info.stop_token_ids),
+            ignore_eos=True,  # the ids above are all there is
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        return await self.llm.add_request(request.id, tokens_input(request.prompt_ids), params)
+
+    async def _complete(self, ended: list[tuple[Request, str, Any]]) -> list[Completion]:
+        self.in_flight -= {internal_id for _, internal_id, _ in ended}
+        for request, _, output in ended:
+            if isinstance(output, Exception):
+                raise RuntimeError(f"request {request.id} failed: {output!r}; see {self.settings.log}") from output
+        routes = await self._routes_of([(internal_id, output) for _, internal_id, output in ended])
+        return [
+            make_completion(request, output.outputs[0], rows, self.version)
+            for (request, _, output), rows in zip(ended, routes, strict=True)
+        ]
+
+    async def _routes_of(self, ended: list[tuple[str, Any]]) -> list[Routes | None]:
+        from vllm.platforms import current_platform
+
+        assert self.info is not None
+        if not self.settings.routing_replay:
+            return [None] * len(ended)
+        if not current_platform.is_cpu():
+            # vLLM reports every layer, dense ones too: keep the MoE layers by their global number.
+            return [output.outputs[0].routed_experts[:, list(self.info.moe_layers)] for _, output in ended]
+        ids = [internal_id for internal_id, _ in ended]
+        raw, rows = (await self.llm.collective_rpc("take_routes", args=(ids,)))[0]
+        config = self.llm.model_config.hf_config
+        routes = np.frombuffer(raw, route_dtype(config.num_experts))
+        routes = routes.reshape(-1, len(self.info.moe_layers), config.num_experts_per_tok)
+        return np.split(routes, np.cumsum(rows)[:-1])
+
+    async def _abandon(self, ids: set[str]) -> None:
+        """Aborts requests that nobody waits for any more, and their routes."""
+        if not ids or self.llm is None:
+            return
+        self.in_flight -= ids
+        from vllm.platforms import current_platform
+
+        await self.llm.abort(ids, internal=True)
+        if self.settings.routing_replay and current_platform.is_cpu():
+            await self.llm.collective_rpc("drop_routes", args=(list(ids),))
+
+    def _refuse_during_update(self, what: str) -> None:
+        if self.update_state == "running":
+            raise RuntimeError(f"cannot {what}: a weight update is under way")
+        if self.update_state != "none":
+            raise RuntimeError(f"cannot {what}: {self.update_state}; restart the engine")
+
+    def _require_update(self) -> None:
+        if self.update_state != "running":
+            raise RuntimeError("no weight update is under way: call begin_update first")
+
+
+def stop_ids(model: str) -> tuple[int, ...]:
+    """The checkpoint's end-of-sequence ids: generation_config.json's, else config.json's."""
+    for file in ("generation_config.json", "config.json"):
+        path = Path(model, file)
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    raise ValueError(f"{model}: neither generation_config.json nor config.json names an eos_token_id")
+
+
+def check_fits(request: Request, max_model_len: int) -> None:
+    """Raises ValueError for a request that could outgrow the engine's context."""
+    prompt, response = len(request.prompt_ids), request.max_tokens
+    if prompt + response > max_model_len:
+        raise ValueError(
+            f"request {request.id}: {prompt} prompt tokens + max_tokens {response} exceed max_model_len {max_model_len}"
+        )
+
+
+def make_completion(request: Request, output: Any, routes: Routes | None, version: int) -> Completion:
+    """A completion from vLLM's output, checked: one log-probability a token, one row of routes a model token."""
+    tokens = np.asarray(output.token_ids, np.int32)
+    logp = np.asarray([at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32)
+    if routes is not None:
+        check_routes(routes, len(request.prompt_ids) + len(tokens) - 1)
+    return Completion(request.id, tokens, logp, routes, output.finish_reason, version)
+
+
+async def _wait(request: Request, collector: Any, done: asyncio.Queue) -> None:
+    try:
+        output = await collector.get()
+    except Exception as error:
+        output = error
+    done.put_nowait((request, collector.request_id, output))
+
+
+async def _everything_in(queue: asyncio.Queue) -> list[Any]:
+    """Waits for one item and returns it with all that are there by then."""
+    items = [await queue.get()]
+    while not queue.empty():
+        items.append(queue.get_nowait())
+    return items

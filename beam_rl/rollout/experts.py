@@ -1,0 +1,64 @@
+"""Routed experts in plain torch, for vLLM on a CPU.
+
+Promises: the weights stay as the checkpoint has them (so a weight update is a copy), SiLU and the product in FP32, and a
+token's result that does not depend on which other tokens run in the step: its experts are summed in FP32 in the order of
+its own top-k list, and rounded once. Knows nothing about routing or weight transfer.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from beam_rl.rollout import compat
+
+
+def mix_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """SwiGLU experts of each token, weighted and summed.
+
+    Args:
+        x: (tokens, hidden) activations.
+        gate_up: (experts, 2 · intermediate, hidden), gate's rows first. down: (experts, hidden, intermediate).
+        weights, ids: (tokens, top_k) of each token's experts.
+    Returns:
+        (tokens, hidden) FP32 sum over the token's experts, in the order of `ids`.
+    """
+    tokens, top_k = ids.shape
+    by_expert = ids.flatten().long().argsort(stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).tolist()
+    rows = x[by_expert // top_k]
+    inner = x.new_empty(len(rows), gate_up.shape[1])
+    outer = x.new_empty(len(rows), x.shape[1])
+    spans = [(e, sum(counts[:e]), sum(counts[: e + 1])) for e in range(len(counts)) if counts[e]]
+    for e, start, end in spans:
+        torch.mm(rows[start:end], gate_up[e].t(), out=inner[start:end])
+    gate, up = inner.chunk(2, -1)
+    active = (F.silu(gate.float()) * up.float()).to(x.dtype)
+    for e, start, end in spans:
+        torch.mm(active[start:end], down[e].t(), out=outer[start:end])
+    in_order = torch.empty_like(outer)
+    in_order[by_expert] = outer
+    return (in_order.view(tokens, top_k, -1).float() * weights.float()[..., None]).sum(1)
+
+
+class TorchExperts(CPUUnquantizedExperts):
+    """vLLM's expert kernel interface over `mix_experts`."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing to do: no prepacking (see `compat.plain_expert_method`)."""
+
+    def apply(self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor,
+              topk_ids: Tensor, *unused: Any, **also_unused: Any) -> None:  # fmt: skip
+        output.copy_(mix_experts(hidden_states, w1, w2, topk_weights, topk_ids))
+
+
+class PlainExperts(RoutedExperts):
+    """vLLM's holder of expert weights, bound to `TorchExperts`."""
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        if quant_config is not None:
+            raise ValueError("quantized experts need a GPU: vLLM's native Beam")
+        return compat.plain_expert_method(moe_config, TorchExperts)

@@ -1,0 +1,109 @@
+"""How an engine's settings become a running vLLM: environment, arguments, process.
+
+The only module that knows vLLM's argument names. Imports vLLM late, because the environment has to stand before.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from beam_rl.rollout import process
+
+CPU_BLOCK_TOKENS = 32  # the smallest KV-cache block that vLLM's CPU attention is fast with
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Everything an engine has to know."""
+
+    model: str  # a checkpoint's folder
+    dtype: Literal["fp32", "bf16"]
+    max_model_len: int  # tokens, prompt and response together
+    max_num_seqs: int
+    max_batched_tokens: int  # in one step
+    kv_cache_gib: float  # CPU engines
+    gpu_memory_utilization: float  # GPU engines
+    seed: int
+    routing_replay: bool
+    host: str  # this machine's address for its peers
+    log_dir: str
+    name: str = "engine"  # of the log file
+
+    @property
+    def log(self) -> Path:
+        return Path(self.log_dir, f"{self.name}.log")
+
+
+def set_environment(settings: EngineSettings) -> None:
+    """Sets what vLLM reads from the environment, before it is imported; children inherit it."""
+    os.environ.update(
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        VLLM_HOST_IP=settings.host,
+        VLLM_LOGGING_COLOR="0",
+        VLLM_USE_V2_MODEL_RUNNER="0",
+        TORCHDYNAMO_DISABLE="1",
+        # The engine core keeps the model in its own process instead of starting another one: half the start-up time, and
+        # one process less to lose. vLLM would insist on the second process to bind threads to cores; we bind none.
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+    )
+    if Path(settings.model).is_dir():
+        os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    process.own_children()
+
+
+def launch(settings: EngineSettings) -> Any:
+    """Starts vLLM and returns its `AsyncLLM`; everything that its processes print goes to the engine's log."""
+    settings.log.parent.mkdir(parents=True, exist_ok=True)
+    with process.output_to(settings.log):
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)))
+
+
+def engine_args(settings: EngineSettings) -> dict[str, Any]:
+    """vLLM's arguments."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.platforms import current_platform
+
+    from beam_rl.rollout.plugin import TRANSFER_BACKEND
+
+    args: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": DTYPES[settings.dtype],
+        "seed": settings.seed,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_batched_tokens,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling follows the request alone, not the checkpoint's defaults
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "disable_log_stats": True,
+        "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
+        "worker_extension_cls": "beam_rl.rollout.extension.Extension",
+    }
+    return args | (_cpu_args(settings) if current_platform.is_cpu() else _gpu_args(settings))
+
+
+def _cpu_args(settings: EngineSettings) -> dict[str, Any]:
+    from beam_rl.rollout.worker import RECORD_ROUTES
+
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
+        "block_size": CPU_BLOCK_TOKENS,
+        "worker_cls": "beam_rl.rollout.worker.CpuWorker",
+        "additional_config": {RECORD_ROUTES: settings.routing_replay},
+    }
+
+
+def _gpu_args(settings: EngineSettings) -> dict[str, Any]:
+    return {
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enable_return_routed_experts": settings.routing_replay,
+    }

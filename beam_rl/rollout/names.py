@@ -1,0 +1,58 @@
+"""A Beam checkpoint's tensor names, and where a vLLM Beam holds each of them.
+
+Knows nothing about vLLM's processes; the model is any module with vLLM's fused parameters.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+ATTENTION = tuple(f"{p}_proj.weight" for p in "qkvo") + ("gate_proj.weight", "gate_bias", "q_norm.weight", "k_norm.weight")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+QKV = re.compile(r"(.*\.self_attn)\.([qkv])_proj\.weight")
+GATE_UP = re.compile(r"(.*\.mlp)\.(gate|up)_proj\.weight")
+
+
+def checkpoint_names(config: Any) -> set[str]:
+    """Every tensor name of the checkpoint of a Beam with this config, experts one by one."""
+    return {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *_layer_names(config)}
+
+
+def _layer_names(config: Any) -> Iterator[str]:
+    for i, kind in enumerate(config.mlp_layer_types):
+        layer = f"model.layers.{i}"
+        yield from (f"{layer}.{norm}.weight" for norm in NORMS)
+        yield from (f"{layer}.self_attn.{name}" for name in ATTENTION)
+        if kind == "dense":
+            yield from (f"{layer}.mlp.{p}.weight" for p in PROJECTIONS)
+            continue
+        yield from (f"{layer}.mlp.gate.weight", f"{layer}.mlp.gate.e_score_correction_bias")
+        yield from (f"{layer}.mlp.experts.{e}.{p}.weight" for e in range(config.num_experts) for p in PROJECTIONS)
+
+
+def held_tensor(model: nn.Module, name: str) -> Tensor:
+    """The tensor that an unsharded vLLM Beam holds under a checkpoint's name: a parameter, or its part of a fused one.
+
+    Raises KeyError if the model has no such tensor.
+    """
+    held = dict(model.named_parameters())
+    if name in held:
+        return held[name]
+    if match := EXPERT.fullmatch(name):
+        experts, index, part = match.groups()
+        fused = "w2_weight" if part == "down" else "w13_weight"
+        weight = held[f"{experts}.routed_experts.{fused}"][int(index)]
+        return weight if part == "down" else weight.chunk(2)[part == "up"]
+    if match := QKV.fullmatch(name):
+        module = model.get_submodule(match[1])
+        sizes = [module.heads, module.kv_heads, module.kv_heads]
+        parts = held[f"{match[1]}.qkv_proj.weight"].split([n * module.head_dim for n in sizes])
+        return parts["qkv".index(match[2])]
+    if match := GATE_UP.fullmatch(name):
+        return held[f"{match[1]}.gate_up_proj.weight"].chunk(2)[match[2] == "up"]
+    return held[name.replace(".self_attn.gate_proj", ".self_attn.output_gate_proj")]

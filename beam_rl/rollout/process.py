@@ -1,0 +1,69 @@
+"""An engine's processes: none outlives its owner, and what they print lands in one file.
+
+Linux only. Knows nothing about vLLM.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+OWNER = "BEAM_RL_ENGINE_OWNER"  # environment variable: pid of the process whose children must die with it
+PR_SET_PDEATHSIG = 1
+
+
+def own_children() -> None:
+    """Names this process as the owner; children that call `follow_owner` die with it, also if it is killed."""
+    os.environ[OWNER] = str(os.getpid())
+
+
+def follow_owner() -> None:
+    """In a child of the owner: asks the kernel to kill this process when its parent goes. Elsewhere: nothing."""
+    owner = int(os.environ.get(OWNER, 0))
+    if owner in (0, os.getpid()) or owner != os.getppid():
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != owner:  # it went before we asked
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Sends stdout and stderr of this process, and for good those of children started meanwhile, to the end of `path`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("ab") as file:
+        kept = [os.dup(1), os.dup(2)]
+        try:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for fd, old in enumerate(kept, start=1):
+                os.dup2(old, fd)
+                os.close(old)
+
+
+def last_lines(path: Path, count: int) -> str:
+    """The last `count` lines of a text file, or "" if there is none."""
+    if not path.exists():
+        return ""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+
+
+def end(pids: list[int], grace_s: float) -> None:
+    """Waits `grace_s` seconds for processes to end, then kills those that are left, and their children."""
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, left = psutil.wait_procs(alive, timeout=grace_s)
+    for proc in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in (*proc.children(recursive=True), proc):
+                child.kill()
+    psutil.wait_procs(left, timeout=grace_s)

@@ -1,0 +1,61 @@
+"""vLLM's CPU worker with a route recorder, which vLLM itself has only on a GPU.
+
+Replies are bytes and lists: nothing is pickled between the processes.
+"""
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from beam_rl.rollout import compat
+from beam_rl.rollout.routes import RouteRecorder
+
+RECORD_ROUTES = "beam_rl_record_routes"  # key of vLLM's additional_config
+
+
+class CpuWorker(CPUWorker):
+    """vLLM's CPU worker with a route recorder."""
+
+    recorder: RouteRecorder | None = None
+    route_layers: list[int]
+
+    def compile_or_warm_up_model(self) -> Any:
+        result = super().compile_or_warm_up_model()
+        if self.vllm_config.additional_config.get(RECORD_ROUTES):
+            config = self.vllm_config.model_config.hf_config
+            layers = sum(kind == "sparse" for kind in config.mlp_layer_types)
+            tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+            self.recorder = RouteRecorder(layers, config.num_experts_per_tok, config.num_experts, tokens)
+            self.route_layers = compat.capture_routes(self.model_runner.get_model(), self.recorder.hook)
+            self.recorder.attach(compat.SlotView(self.model_runner))
+        return result
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if self.recorder is None:
+            return super().execute_model(scheduler_output)
+        self.recorder.before_step(compat.finished_requests(scheduler_output))
+        output = super().execute_model(scheduler_output)
+        if tokens := scheduler_output.total_num_scheduled_tokens:
+            self.recorder.after_step(tokens)
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        with compat.unseeded_while_prefilling(self.model_runner):
+            return super().sample_tokens(grammar_output)
+
+    def take_routes(self, request_ids: list[str]) -> list[Any]:
+        """[bytes, rows of each request]: the finished requests' routes end to end, then forgotten."""
+        assert self.recorder is not None
+        routes = [self.recorder.take(request_id) for request_id in request_ids]
+        return [b"".join(r.tobytes() for r in routes), [len(r) for r in routes]]
+
+    def drop_routes(self, request_ids: list[str]) -> None:
+        """Forgets aborted requests."""
+        assert self.recorder is not None
+        for request_id in request_ids:
+            self.recorder.drop(request_id)
+
+    def routes_held(self) -> int:
+        """Finished responses whose routes nobody has taken, and ids still to be ignored: 0 when the engine is idle."""
+        assert self.recorder is not None
+        return len(self.recorder.finished) + len(self.recorder.unwanted)
