@@ -23,16 +23,16 @@ class Inputs:
     decode: Callable[[Sequence[int]], str]  # token ids → text without special tokens
 
 
-def prepare(recipe: Recipe, cache: Path, on_warm_start: Callable[[int, int, float], None] | None = None) -> Inputs:
+def prepare(recipe: Recipe, cache: Path, display: Display) -> Inputs:
     """Finds or makes the checkpoint, reads the data, and checks both.
 
     Args:
         cache: folder for the data sets' caches.
-        on_warm_start: called with (step, steps, loss) while the tiny checkpoint is made.
+        display: shows that the tiny checkpoint is being made.
     Raises:
         InputError: a missing folder, a checkpoint that isn't Beam, data that can't serve.
     """
-    path = find_model(recipe, on_warm_start)
+    path = find_model(recipe, display)
     config = check_beam(path)
     from transformers import AutoTokenizer
 
@@ -50,13 +50,11 @@ def prepare(recipe: Recipe, cache: Path, on_warm_start: Callable[[int, int, floa
     )
 
 
-def find_model(recipe: Recipe, on_warm_start: Callable[[int, int, float], None] | None = None) -> Path:
+def find_model(recipe: Recipe, display: Display) -> Path:
     """The folder of `model.path`: made (`tiny`), local, or downloaded from the hub."""
     name = recipe.model.path
     if name == "tiny":
-        from beam_rl.tiny import cached_tiny
-
-        return cached_tiny(recipe.seed, recipe.trainer.precision, on_warm_start)
+        return make_tiny(display, cached_tiny, recipe.seed, recipe.trainer.precision)
     if Path(name).is_dir():
         return Path(name)
     if os.sep in name and (name.startswith((".", os.sep)) or name.count("/") > 1):

@@ -1,8 +1,8 @@
 """What stands between a command and the loop: reads the inputs, opens the run's folder, shows what goes on."""
 
-import logging
-import shutil
-from collections.abc import Iterable
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,7 @@ from beam_rl.errors import InputError
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Recipe
 from beam_rl.report import Console, Report
-from beam_rl.run import Run
-
-log = logging.getLogger(__name__)
+from beam_rl.run import Checkpoint, Run, checkpoints, read_checkpoint
 
 
 def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
@@ -20,57 +18,73 @@ def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
     from beam_rl.inputs import prepare
     from beam_rl.loop import train
 
-    with Console() as console:
-        inputs = prepare(recipe, folder / ".cache", console.warm_start)
-        with Run.open(folder, recipe.model_dump(mode="json"), resume, recipe.checkpoint) as run:
-            with Report(console, run, recipe) as report:
-                train(recipe, inputs, run, report)
-                report.summary()
+    with Console(recipe.trainer.steps) as console, scratch() as cache:
+        inputs = prepare(recipe, cache, console)
+        source = Path(resume) if resume and resume != "auto" else resume
+        with Run.open(folder, recipe.model_dump(mode="json"), source) as run, Report(console, run, recipe.logging) as report:
+            train(recipe, inputs, run, report)
+            console.summary(run)
 
 
 def run_evaluation(source: Path, overrides: Iterable[str]) -> dict[str, Any]:
     """Evaluates a recipe's starting model or a run's last checkpoint; the JSON object of `beam-rl eval`."""
-    import tempfile
-
     from beam_rl.cluster import Cluster
     from beam_rl.evaluate import evaluate
     from beam_rl.inputs import prepare
     from beam_rl.verifiers import make_verifier
 
-    checkpoint = last_checkpoint(source) if source.is_dir() else None
-    recipe = load(source / "recipe.yaml" if source.is_dir() else source, overrides)
+    recipe, checkpoint = _recipe_or_run(source, overrides)
     if recipe.data.eval is None:
         raise InputError("data.eval is missing: name the data set to evaluate on")
-    with Console() as console, tempfile.TemporaryDirectory(prefix="beam-rl-") as scratch:
-        inputs = prepare(recipe, Path(scratch), console.warm_start)
-        with (
-            Cluster(recipe, inputs.model_path, Path(scratch), console) as cluster,
-            make_verifier(recipe.verifier) as judge,
-        ):
-            if checkpoint:
-                cluster.policy.load(checkpoint.trainer)
-            cluster.engines.load(cluster.policy, version=checkpoint.step if checkpoint else 0)
-            samples = len(inputs.eval_prompts) * recipe.eval.samples_per_prompt
-            with console.phase("evaluating", samples) as advance_to:
-                scores = evaluate(inputs.eval_prompts, cluster.engines, judge, inputs.decode, recipe, advance_to)
-        return scores.record(inputs.eval_task)
+    with contextlib.ExitStack() as stack:
+        console, folder = stack.enter_context(Console(0)), stack.enter_context(scratch())
+        inputs = prepare(recipe, folder, console)
+        verifier = stack.enter_context(make_verifier(recipe.verifier))
+        cluster = stack.enter_context(Cluster(recipe, inputs.model_path, folder, console))
+        if checkpoint:
+            cluster.policy.load(checkpoint.path)
+        cluster.engines.load(cluster.policy, version=checkpoint.step if checkpoint else 0)
+        samples = len(inputs.eval_prompts) * recipe.eval.samples_per_prompt
+        with console.phase("evaluating", samples, once=True) as phase:
+            scores = evaluate(inputs.eval_prompts, cluster.engines, verifier, inputs.decode, recipe, phase.advance)
+    return scores.record(inputs.eval_task)
 
 
-def run_export(checkpoint: Path, out: Path) -> None:
+def run_export(path: Path, out: Path) -> None:
     """Loads a checkpoint into the trainer's layout and writes its weights as an HF folder."""
-    import tempfile
-
     from beam_rl.cluster import ray_session
     from beam_rl.inputs import find_model
     from beam_rl.policy import Policy
 
     if out.exists():
         raise InputError(f"{out}: exists already; name a new folder")
-    saved = open_checkpoint(checkpoint)
-    recipe = load(checkpoint.parents[1] / "recipe.yaml")
-    with Console() as console, tempfile.TemporaryDirectory(prefix="beam-rl-") as scratch:
-        model = find_model(recipe, console.warm_start)
-        with ray_session(recipe.cluster.address, Path(scratch)), Policy(recipe, model) as policy:
-            with console.phase("exporting"):
-                policy.load(saved.trainer)
+    checkpoint = read_checkpoint(path)
+    if checkpoint is None:
+        raise InputError(f"{path}: no complete checkpoint there; name runs/<name>/checkpoints/step_N")
+    recipe = load(path.resolve().parents[1] / "recipe.yaml")
+    with Console(0) as console, scratch() as logs:
+        model = find_model(recipe, console)
+        with ray_session(recipe.cluster.address, logs), Policy(recipe, model) as policy:
+            with console.phase("starting the trainer", once=True):
+                policy.wait_ready()
+            with console.phase("exporting", once=True):
+                policy.load(checkpoint.path)
                 policy.export(out)
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for caches and logs that nobody will ask for."""
+    with tempfile.TemporaryDirectory(prefix="beam-rl-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def _recipe_or_run(source: Path, overrides: Iterable[str]) -> tuple[Recipe, Checkpoint | None]:
+    if not source.is_dir():
+        return load(source, overrides), None
+    if not (source / "recipe.yaml").exists():
+        raise InputError(f"{source}: neither a recipe nor a run's folder (it has no recipe.yaml)")
+    complete = checkpoints(source)
+    if not complete:
+        raise InputError(f"{source}: this run has no complete checkpoint yet; evaluate its recipe instead")
+    return load(source / "recipe.yaml", overrides), complete[-1]
