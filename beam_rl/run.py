@@ -2,8 +2,9 @@
 
     recipe.yaml · metrics.jsonl · samples/step_N.jsonl · checkpoints/step_N/ · adapters/step_N/ · log.txt
 
-Whatever moment the process is killed at or the disk fills up, the folder can be opened again and holds the last complete
-checkpoint with the metrics up to it. Knows nothing about what a checkpoint contains: the caller writes into a folder.
+Whatever moment the process is killed at or the disk fills up, the folder can be opened again and holds the last
+complete checkpoint with the metrics up to it. Knows nothing about what a checkpoint contains: the caller writes into a
+folder.
 """
 
 import errno
@@ -70,12 +71,12 @@ class Run:
         Args:
             folder: made where missing.
             recipe: resolved, plain data as YAML holds it.
-            resume: None starts a new run and refuses a folder that holds one. "auto" goes on from the latest checkpoint,
-                or starts where there is none. A checkpoint's path goes on from it: in its own run, where it must be the
-                latest, or in a new folder, which then gets the metrics up to it.
+            resume: None starts a new run and refuses a folder that holds one. "auto" goes on from the latest
+                checkpoint, or starts where there is none. A checkpoint's path goes on from it: in its own run, where it
+                must be the latest, or in a new folder, which then gets the metrics up to it.
         Raises:
-            RunError: the folder holds a run and `resume` is None, holds a run of another recipe, other files, or another
-                process's run; or the checkpoint isn't one.
+            RunError: the folder holds a run and `resume` is None, a run of another recipe, other files, or a run that
+                another process is training; or the checkpoint isn't one.
         """
         recipe = yaml.safe_load(yaml.safe_dump(recipe))  # as it will be read back, so that both compare equal
         lock = -1
@@ -214,7 +215,7 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or None where it isn't complete: no manifest, or a file missing or of another size."""
+    """The checkpoint in a folder, or None where it isn't complete: no manifest, a file missing or of another size."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         for name, size in manifest["files"].items():

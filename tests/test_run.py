@@ -135,7 +135,7 @@ def test_a_folder_with_other_files_is_refused(folder: Path) -> None:
 
 def test_a_file_in_the_folders_place_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="can't open .*file: File exists"):
+    with pytest.raises(RunError, match=r"can't open .*file: File exists"):
         Run.open(tmp_path / "file", RECIPE)
 
 
@@ -426,7 +426,8 @@ step = run.resumed.step if run.resumed else 0
 while True:
     step += 1
     run.log_metrics(step, {"reward/mean": step})
-    run.checkpoint(step, lambda folder: [(folder / f"{i}").write_bytes(bytes([step % 256]) * 2**20) for i in range(8)], {})
+    content = bytes([step % 256]) * 2**20
+    run.checkpoint(step, lambda folder: [(folder / f"{i}").write_bytes(content) for i in range(8)], {})
     print(step, flush=True)
 """
 

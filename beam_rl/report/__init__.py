@@ -1,0 +1,1 @@
+"""What a run shows: the terminal, metrics.jsonl and W&B. Plain numbers in; knows no Megatron, vLLM or Ray."""
