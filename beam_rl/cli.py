@@ -52,7 +52,7 @@ def train(
 
 
 @app.command()
-def eval(  # noqa: A001 (the command's name)
+def eval(
     source: Annotated[Path, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run's folder.")],
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -96,13 +96,14 @@ def tiny(
     """Write a small Beam checkpoint with tokenizer and data, warm-started on a toy arithmetic task (about a minute)."""
     from beam_rl.report import Console
     from beam_rl.tiny import write_tiny
+    from beam_rl.tiny.warmstart import Schedule
 
     if out.exists():
         raise InputError(f"{out}: exists already; name a new folder")
     if precision not in ("fp32", "bf16"):
         raise InputError(f"--precision {precision}: use fp32 or bf16")
-    with Console() as console:
-        report = write_tiny(out, seed, console.warm_start, dtype=precision)
+    with Console(0) as console, console.phase("warm start", Schedule().steps, once=True) as phase:
+        report = write_tiny(out, seed, lambda step, steps, loss: phase.advance(), dtype=precision)
     typer.echo(f"written to {out}: {report.parameters:,} parameters, eval avg@8 {report.avg_at_8:.1%}")
 
 

@@ -11,6 +11,7 @@ from beam_rl.data import PromptStream, eval_prompts
 from beam_rl.errors import InputError
 from beam_rl.recipe.tree import DataSource, Recipe
 from beam_rl.samples import Prompt
+from beam_rl.step import Display
 
 
 @dataclass
@@ -54,7 +55,11 @@ def find_model(recipe: Recipe, display: Display) -> Path:
     """The folder of `model.path`: made (`tiny`), local, or downloaded from the hub."""
     name = recipe.model.path
     if name == "tiny":
-        return make_tiny(display, cached_tiny, recipe.seed, recipe.trainer.precision)
+        from beam_rl.tiny import cached_tiny
+        from beam_rl.tiny.warmstart import Schedule
+
+        with display.phase("tiny Beam, warm-started on first use", Schedule().steps, once=True) as phase:
+            return cached_tiny(recipe.seed, recipe.trainer.precision, lambda step, steps, loss: phase.advance())
     if Path(name).is_dir():
         return Path(name)
     if os.sep in name and (name.startswith((".", os.sep)) or name.count("/") > 1):

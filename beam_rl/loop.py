@@ -19,6 +19,7 @@ from beam_rl.inputs import Inputs
 from beam_rl.policy import Policy, Scores
 from beam_rl.recipe.tree import Recipe
 from beam_rl.report import Report
+from beam_rl.report.metric_names import eval_metric
 from beam_rl.run import Run
 from beam_rl.sampling import Judge, Rollout, sample_groups
 from beam_rl.step import Step
@@ -142,7 +143,7 @@ class Loop:
                 self.inputs.eval_prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, phase.advance
             )
         task, k = self.inputs.eval_task, self.recipe.eval.samples_per_prompt
-        step.log({f"eval/{task}/avg@{k}": scores.avg, f"eval/{task}/pass@{k}": scores.pass_rate})
+        step.log({eval_metric(task, "avg", k): scores.avg, eval_metric(task, "pass", k): scores.pass_rate})
         self.score = scores.avg
 
     def save_if(self, due: bool) -> None:

@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 import yaml
 
+from beam_rl.errors import InputError
+
 LOGGER = logging.getLogger("beam_rl")
 
 # A run may go on with other values of these: they don't change what a step computes.
@@ -33,7 +35,7 @@ STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 Json = dict[str, Any]
 
 
-class RunError(ValueError):
+class RunError(InputError):
     """The run's folder can't be used as asked; one line in the user's words."""
 
 
@@ -52,6 +54,7 @@ class Run:
 
     def __init__(self, folder: Path, recipe: Json, resumed: Checkpoint | None, lock: int) -> None:
         self.folder = folder
+        self.logs = folder / "logs"  # of engines and actors
         self.recipe = recipe
         self.resumed = resumed  # the checkpoint to load before the first step; None: start from the beginning
         self._lock = lock

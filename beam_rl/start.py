@@ -21,7 +21,10 @@ def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
     with Console(recipe.trainer.steps) as console, scratch() as cache:
         inputs = prepare(recipe, cache, console)
         source = Path(resume) if resume and resume != "auto" else resume
-        with Run.open(folder, recipe.model_dump(mode="json"), source) as run, Report(console, run, recipe.logging) as report:
+        with (
+            Run.open(folder, recipe.model_dump(mode="json"), source) as run,
+            Report(console, run, recipe.logging) as report,
+        ):
             train(recipe, inputs, run, report)
             console.summary(run)
 

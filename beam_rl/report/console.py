@@ -189,7 +189,7 @@ def summary_facts(run: Run) -> list[tuple[str, str]]:
 
 def _eval_names(history: Sequence[Mapping[str, Any]]) -> list[str]:
     names = dict.fromkeys(name for line in history for name in line if name.startswith("eval/"))
-    return [name for name in names if name.endswith("avg@k")]
+    return [name for name in names if "/avg@" in name]
 
 
 def _first_to_last(history: Sequence[Mapping[str, Any]], name: str) -> str:
@@ -232,7 +232,7 @@ def _rate(metrics: Metrics) -> str:
 
 def _eval(metrics: Metrics) -> str:
     """The first task's avg@k; the others are in metrics.jsonl."""
-    values = [value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("avg@k")]
+    values = [value for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
     return f"{100 * values[0]:.1f}%" if values else ""
 
 

@@ -4,6 +4,7 @@ metrics.jsonl, W&B and the console all use these names as they stand.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +18,7 @@ class Metric:
     meaning: str
 
 
-# `<task>` stands for a task's name, as in eval/aime25/avg@k.
+# `<task>` stands for a task's name and `k` for the samples a prompt, as in eval/aime25/avg@8.
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("", "mean reward of the kept samples"),
     "eval/<task>/avg@k": Metric("share", "mean score over k samples a prompt"),
@@ -33,10 +34,12 @@ METRICS: dict[str, Metric] = {
     "sync/version": Metric("count", "version of the weights that every engine serves"),
     "sync/buckets": Metric("count", "buckets that the weights were sent in"),
     "time/step_s": Metric("s", "the whole step"),
-    "time/generate_s": Metric("s", "sampling and verifying"),
+    "time/generate_s": Metric("s", "sampling"),
+    "time/verify_s": Metric("s", "verifying"),
     "time/score_s": Metric("s", "the trainer's log-probabilities before the update"),
     "time/update_s": Metric("s", "optimizer updates"),
     "time/sync_s": Metric("s", "weights to the engines"),
+    "time/eval_s": Metric("s", "evaluating, in the steps where that is due"),
     "time/idle_s": Metric("s", "the rest of the step"),
     "rollout/tokens": Metric("count", "tokens sampled"),
     "rollout/tokens_per_s": Metric("tokens/s", "tokens sampled a second of sampling"),
@@ -49,6 +52,7 @@ METRICS: dict[str, Metric] = {
     "loss/entropy": Metric("nats", "mean entropy of the policy at the response tokens"),
     "loss/kl": Metric("nats", "mean KL(policy ‖ reference) at the response tokens"),
     "optim/grad_norm": Metric("", "gradient norm before clipping, mean over the step's updates"),
+    "optim/router_grad_norm": Metric("", "the routers' part of the gradient norm"),
     "optim/lr": Metric("", "learning rate of the step's last update"),
     "memory/gpu_peak_bytes": Metric("bytes", "most GPU memory that a trainer rank held"),
     "memory/host_peak_bytes": Metric("bytes", "most host memory that a trainer rank held"),
@@ -65,7 +69,7 @@ class UnknownMetric(KeyError):
 
 
 def metric(name: str) -> Metric:
-    """The entry of a full name, `eval/aime25/avg@k` among them.
+    """The entry of a full name, `eval/aime25/avg@8` among them.
 
     Raises:
         UnknownMetric: with the nearest names that exist.
@@ -84,9 +88,9 @@ def check_names(names: Iterable[str]) -> None:
         metric(name)
 
 
-def eval_metric(task: str, which: Literal["avg@k", "pass@k"]) -> str:
-    """The name of an evaluation's metric. A task's name holds no slash."""
-    return f"eval/{task.replace('/', '-')}/{which}"
+def eval_metric(task: str, which: Literal["avg", "pass"], k: int) -> str:
+    """The name of an evaluation's metric, as eval/aime25/avg@8. A task's name holds no slash."""
+    return f"eval/{task.replace('/', '-')}/{which}@{k}"
 
 
 def format_value(name: str, value: float | None) -> str:
@@ -135,5 +139,4 @@ def _significant(value: float) -> str:
 
 
 def _pattern(name: str) -> str:
-    parts = name.split("/")
-    return f"eval/<task>/{parts[2]}" if len(parts) == 3 and parts[0] == "eval" and parts[1] else name
+    return re.sub(r"^eval/[^/]+/(avg|pass)@\d+$", r"eval/<task>/\1@k", name)
