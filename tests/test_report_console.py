@@ -41,43 +41,13 @@ STEP = {
 }
 
 # The names that users and their dashboards rely on.
-CONTRACT = [
-    "reward/mean",
-    "eval/toy/avg@k",
-    "eval/toy/pass@k",
-    "parity/abs_logprob_diff_mean",
-    "parity/abs_logprob_diff_max",
-    "parity/mismatch_kl",
-    "replay/rows",
-    "replay/missing_rows",
-    "replay/route_agreement",
-    "sync/seconds",
-    "sync/bytes",
-    "sync/version",
-    "sync/buckets",
-    "time/step_s",
-    "time/generate_s",
-    "time/score_s",
-    "time/update_s",
-    "time/sync_s",
-    "time/idle_s",
-    "rollout/tokens",
-    "rollout/tokens_per_s",
-    "rollout/truncated",
-    "rollout/staleness",
-    "sampling/dropped_groups",
-    "verifier/timeouts",
-    "loss/policy",
-    "loss/clip_fraction",
-    "loss/entropy",
-    "loss/kl",
-    "optim/grad_norm",
-    "optim/lr",
-    "memory/gpu_peak_bytes",
-    "memory/host_peak_bytes",
-    "nvme/read_bytes",
-    "nvme/write_bytes",
-]
+CONTRACT = """
+reward/mean eval/toy/avg@k eval/toy/pass@k parity/abs_logprob_diff_mean parity/abs_logprob_diff_max parity/mismatch_kl
+replay/rows replay/missing_rows replay/route_agreement sync/seconds sync/bytes sync/version sync/buckets time/step_s
+time/generate_s time/score_s time/update_s time/sync_s time/idle_s rollout/tokens rollout/tokens_per_s rollout/truncated
+rollout/staleness sampling/dropped_groups verifier/timeouts loss/policy loss/clip_fraction loss/entropy loss/kl
+optim/grad_norm optim/lr memory/gpu_peak_bytes memory/host_peak_bytes nvme/read_bytes nvme/write_bytes
+""".split()
 
 
 def test_the_names_are_the_contracts_and_no_others() -> None:

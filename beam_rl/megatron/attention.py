@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from beam_rl.megatron import compat

@@ -88,9 +88,7 @@ class BeamProvider(BeamConfig, ModelProviderMixin[BeamModel]):
         """`BeamConfig` is complete when it is made."""
 
 
-@MegatronModelBridge.register_bridge(
-    source="BeamForCausalLM", target=BeamModel, provider=BeamProvider, model_type="beam"
-)
+@MegatronModelBridge.register_bridge(source="BeamForCausalLM", target=BeamModel, provider=BeamProvider, model_type="beam")
 class BeamBridge(MegatronModelBridge):
     def provider_bridge(self, hf_pretrained: Any) -> BeamProvider:
         hf = hf_pretrained.config

@@ -261,9 +261,7 @@ def check_fits(request: Request, max_model_len: int) -> None:
 def make_completion(request: Request, output: Any, routes: Routes | None, version: int) -> Completion:
     """A completion from vLLM's output, checked: one log-probability a token, one row of routes a model token."""
     tokens = np.asarray(output.token_ids, np.int32)
-    logp = np.asarray(
-        [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32
-    )
+    logp = np.asarray([at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32)
     if routes is not None:
         check_routes(routes, len(request.prompt_ids) + len(tokens) - 1)
     return Completion(request.id, tokens, logp, routes, output.finish_reason, version)

@@ -10,12 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-ATTENTION = tuple(f"{p}_proj.weight" for p in "qkvo") + (
-    "gate_proj.weight",
-    "gate_bias",
-    "q_norm.weight",
-    "k_norm.weight",
-)
+ATTENTION = tuple(f"{p}_proj.weight" for p in "qkvo") + ("gate_proj.weight", "gate_bias", "q_norm.weight", "k_norm.weight")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

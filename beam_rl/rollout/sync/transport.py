@@ -146,7 +146,5 @@ class BucketReceiver:
         try:
             self.group.broadcast(data, 0).wait(timedelta(seconds=deadline_s))
         except RuntimeError as error:
-            raise SyncError(
-                f"engine rank {self.rank}: weight bucket {round_} from the trainer failed: {error}"
-            ) from error
+            raise SyncError(f"engine rank {self.rank}: weight bucket {round_} from the trainer failed: {error}") from error
         return data
