@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from beam_rl.algorithms.advantages import group_advantages
+from beam_rl.algorithms.advantages import dr_grpo, grpo
 from beam_rl.algorithms.weights import sample_weights
 from beam_rl.recipe.tree import Recipe
 from beam_rl.routes import invalid_rows
 from beam_rl.samples import Group, Sample
+
+ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def build(groups: Sequence[Group], recipe: Recipe, num_experts: int) -> StepBatc
     algorithm, replay = recipe.algorithm, recipe.rollout.routing_replay
     for group in groups:
         rewards = torch.tensor([[s.reward for s in group.samples]])
-        for sample, advantage in zip(group.samples, group_advantages(rewards, algorithm.advantage)[0], strict=True):
+        for sample, advantage in zip(group.samples, ADVANTAGES[algorithm.advantage](rewards)[0], strict=True):
             sample.advantage = float(advantage)
     rows = missing = 0
     parts: list[list[Sample]] = []

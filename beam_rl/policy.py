@@ -31,15 +31,18 @@ class Scores:
 class PolicyWorker:
     """One rank. Holds the step's micro-batches between scoring and the updates."""
 
-    def __init__(self, model_path: str, settings: Any, algorithm: Algorithm, rank: int, world_size: int, master: str):
-        from beam_rl.megatron.trainer import Trainer
-
-        self.trainer = Trainer(model_path, settings, rank, world_size, master)
+    def __init__(self, algorithm: Algorithm, rank: int) -> None:
         self.algorithm, self.rank = algorithm, rank
         self.mini_batches: list[list[MicroBatch]] = []
 
-    def ready(self) -> None:
-        """Returns once the constructor has run."""
+    def start(self, model_path: str, settings: Any, world_size: int, master: str) -> None:
+        """Loads the model and joins the other ranks."""
+        from beam_rl.megatron import compat
+
+        compat.install()
+        from beam_rl.megatron.trainer import Trainer
+
+        self.trainer = Trainer(model_path, settings, self.rank, world_size, master)
 
     def score(self, mini_batches: list[list[MicroBatch]]) -> Scores:
         """Takes over the step's micro-batches and scores them with the current weights."""
@@ -120,13 +123,10 @@ class Policy:
     def __enter__(self) -> "Policy":
         import ray
 
-        settings = _settings(self.recipe)
         worker = ray.remote(num_cpus=1)(PolicyWorker)
-        master = f"127.0.0.1:{free_port()}"
-        self.workers = [
-            worker.remote(str(self.model_path), settings, self.recipe.algorithm, rank, self.world_size, master)
-            for rank in range(self.world_size)
-        ]
+        self.workers = [worker.remote(self.recipe.algorithm, rank) for rank in range(self.world_size)]
+        start = (str(self.model_path), _settings(self.recipe), self.world_size, f"127.0.0.1:{free_port()}")
+        self._starting = [w.start.remote(*start) for w in self.workers]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -136,7 +136,10 @@ class Policy:
             ray.kill(worker)
 
     def wait_ready(self) -> None:
-        self._all("ready")
+        """Returns when every rank has loaded its part of the model."""
+        import ray
+
+        ray.get(self._starting)
 
     def score(self, mini_batches: Sequence[Sequence[Sample]]) -> Scores:
         """Ships the step's samples to the ranks and scores them; `update` then refers to a mini-batch by its index."""
