@@ -85,7 +85,7 @@ def test_gspo_clips_all_tokens_of_a_response_or_none() -> None:
 
 
 def test_gspo_with_sample_mean_weights_is_the_sequence_objective() -> None:
-    """The reference differentiates the sequence ratio itself, as the paper's sequence objective does, without any stop-gradient."""
+    """The reference differentiates the sequence's ratio itself, without any stop-gradient."""
     torch.manual_seed(0)
     lengths = [3, 5]
     sample = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))

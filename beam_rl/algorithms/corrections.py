@@ -1,8 +1,9 @@
 """Weights that correct for sampling with one engine and training with another.
 
-The engine drew the tokens with its own probabilities; the trainer computes slightly different ones for the same weights.
-Each function takes (tokens,) natural-log probabilities, the trainer's before the step's first update (`logp_old`) and the
-engine's at sampling (`logp_engine`), and returns (tokens,) weights for the policy loss, without gradient. Plain torch.
+The engine drew the tokens with its own probabilities; the trainer computes slightly different ones for the same
+weights. Each function takes (tokens,) natural-log probabilities, the trainer's before the step's first update
+(`logp_old`) and the engine's at sampling (`logp_engine`), and returns (tokens,) weights for the policy loss, without
+gradient. Plain torch.
 """
 
 from torch import Tensor

@@ -152,8 +152,7 @@ def gspo_loss(
 def cispo_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, low: float, high: float) -> TokenLoss:
     """CISPO (MiniMax-M1, arXiv:2506.13585): the importance weight is clipped, no token loses its gradient.
 
-    loss = −stop_gradient(clip(ratio, 1 − low, 1 + high)) · A · logp. A `low` of 1 or more leaves out the lower bound, as
-    the paper does.
+    loss = −stop_gradient(clip(ratio, 1 − low, 1 + high)) · A · logp. The paper has no lower bound: a `low` of 1.
 
     Args:
         logp, logp_old, advantage: (tokens,)

@@ -174,11 +174,11 @@ class RoundingInput:
 
 
 class WeightedOutputs:
-    """Experts whose outputs, not activations, are multiplied by the router's weights, as Beam does."""
+    """Experts whose outputs, not activations, are multiplied by the router's weights, as Beam does; FP32 products."""
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         out, _ = super().forward(tokens, tokens_per_expert, torch.ones_like(weights))  # type: ignore[misc]
-        return (out * weights.unsqueeze(-1)).to(out.dtype), None
+        return out * weights.unsqueeze(-1), None
 
 
 class BeamRowParallelLinear(RoundingInput, RowParallelLinear):
@@ -204,12 +204,17 @@ class BeamMoELayer(MoELayer):
         return self._forward(hidden, routes, agreement), None
 
     def _forward(self, hidden: Tensor, routes: Tensor | None, agreement: Agreement | None) -> Tensor:
+        dtype = hidden.dtype
         weights, chosen = self.router(hidden, routes, agreement)
         hidden, weights = self.preprocess(hidden, weights, chosen)
         hidden, weights = self.dispatch(hidden, weights)
         out, _ = self.routed_experts_compute(hidden, weights)
-        out = self.postprocess(self.combine(out), None)
-        return out * self.config.routed_scaling_factor
+        if compat.has_transformer_engine():
+            # As vLLM's kernel on a GPU, which stores each weighted output in BF16; it also halves what experts send.
+            # On a CPU vLLM, like transformers, keeps the products in FP32.
+            out = out.to(dtype)
+        out = self.postprocess(self.combine(out).float(), None)  # the sum over experts, in FP32
+        return out.to(dtype) * self.config.routed_scaling_factor
 
 
 # --- layers ------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Trainer:
+    @torch.enable_grad()
     def __init__(self, model_path: str, settings: TrainerSettings, rank: int, world_size: int, master: str) -> None:
         """Loads the checkpoint and joins the other ranks.
 

@@ -1,0 +1,75 @@
+"""The remedies for Megatron and Bridge: bound to their versions, and reported when upstream needs them no longer."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron_tiny  # noqa: F401  (makes Megatron importable)
+import pytest
+import torch
+
+from beam_rl.megatron import compat
+
+
+def source(module: str) -> str:
+    """A module's text, without importing it."""
+    parent, _, name = module.rpartition(".")
+    (folder,) = importlib.import_module(parent).__path__
+    return (Path(folder) / f"{name}.py").read_text()
+
+
+def test_another_version_is_refused_with_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"megatron-core 0.20.1 is installed, .* written for 0.19.x"):
+        compat.check_versions({"megatron-core": "0.20.1", "megatron-bridge": "0.6.2"})
+    with pytest.raises(RuntimeError, match=r"megatron-bridge 0.7.0 is installed"):
+        compat.check_versions({"megatron-core": "0.19.2", "megatron-bridge": "0.7.0"})
+
+
+def test_importing_the_package_changes_nothing() -> None:
+    code = (
+        "import sys, torch; before = torch.cuda.current_device; import beam_rl.megatron, beam_rl.megatron.compat as c;"
+        "assert torch.cuda.current_device is before; assert not any(m.startswith('megatron') for m in sys.modules)\n"
+        "try: c.require_installed()\nexcept RuntimeError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "call beam_rl.megatron.compat.install() before" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_cuda_means_the_cpu() -> None:
+    assert torch.zeros(1, device="cuda").device.type == "cpu"
+    assert torch.zeros(1, device=torch.cuda.current_device()).device.type == "cpu"
+    assert torch.cuda.Stream().record_event().synchronize() is None
+
+
+# Each of these fails on the day that upstream has fixed what compat.py works around: then remove the remedy.
+
+
+@pytest.mark.parametrize(
+    ("module", "fault"),
+    [
+        ("megatron.core.pipeline_parallel.schedules", 'torch.zeros([], dtype=torch.int, device="cuda")'),
+        ("megatron.core.optimizer.optimizer", "param.type() == 'torch.cuda.FloatTensor'"),
+        ("megatron.core.optimizer.clip_grads", "device='cuda'"),
+        ("megatron.core.transformer.moe.token_dispatcher", "cuda_dtoh_stream = torch.cuda.Stream()"),
+        ("megatron.core.tensor_parallel.random", "cpu_rng_state, cuda_rng_state, cuda_rng_state_tracker"),
+        ("megatron.core.timers", "import wandb"),
+        ("megatron.core.jit", "jit_fuser = torch.compile"),
+        ("megatron.bridge.peft.lora_layers", "\nimport transformer_engine.pytorch as te\n"),
+        ("megatron.bridge.__init__", "import megatron.bridge.models"),
+    ],
+)
+def test_upstream_still_has_the_fault(module: str, fault: str) -> None:
+    assert fault in source(module)
+
+
+def test_bridge_still_takes_a_missing_class_for_an_installed_one() -> None:
+    from megatron.bridge.utils.import_utils import safe_import_from
+    from megatron.core.extensions import transformer_engine
+
+    assert transformer_engine.HAVE_TE is False
+    assert safe_import_from("megatron.core.extensions.transformer_engine", "TELinear")[1] is True
+    from megatron.bridge.peft import utils
+
+    assert utils.HAVE_TE is False
