@@ -1,0 +1,193 @@
+"""The pool that grades in killable processes, and the toy task's verifier."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from beam_rl.recipe.tree import Verifier
+from beam_rl.verifiers import ToyVerifier, VerifierPool, VerifyItem, make_verifier
+from beam_rl.verifiers.toy import toy_score
+
+LIMIT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[VerifierPool]:
+    with VerifierPool(workers=1, timeout_s=LIMIT_S) as pool:
+        pool.score([item("5")])  # started
+        yield pool
+
+
+def item(answer: str, gold: str = "5", finish_reason: str = "stop") -> VerifyItem:
+    return VerifyItem(rf"so \boxed{{{answer}}}", gold, finish_reason)
+
+
+def test_one_verdict_per_item_in_order(pool: VerifierPool) -> None:
+    items = [
+        item("5"),
+        item("6"),
+        VerifyItem("no answer", "5", "length"),
+        item("5.0"),
+        item("5\ud800"),
+        item(""),
+    ]
+    verdicts = pool.score(items * 3)
+    assert [verdict.score for verdict in verdicts] == [1, 0, 0, 1, 0, 0] * 3
+    assert not any(verdict.timed_out for verdict in verdicts)
+    assert pool.score([]) == []
+
+
+def test_towers_and_factorials_end_in_time_as_wrong_and_the_rest_is_graded(
+    pool: VerifierPool,
+) -> None:
+    before = pool.timeouts
+    items = [
+        item("9^{9^{9^{9}}}"),
+        item("5"),
+        item("1000000!"),
+        item("x^2", gold="x \\cdot x"),
+    ]
+    started = time.monotonic()
+    verdicts = pool.score(items)
+    assert [verdict.score for verdict in verdicts] == [0, 1, 0, 1]
+    assert verdicts[0].timed_out and pool.timeouts - before == sum(
+        verdict.timed_out for verdict in verdicts
+    )
+    assert (
+        time.monotonic() - started < 30
+    )  # two limits and the starts of new workers, on a busy machine
+
+
+def test_a_memory_bomb_hits_the_workers_limit_and_not_the_machine() -> None:
+    with VerifierPool(workers=1, timeout_s=30.0, memory_bytes=700 * 2**20) as small:
+        bomb = small.score([item("10^{10^{10}}!")])[0]
+        assert (bomb.score, bomb.timed_out) == (0, False) and bomb.error
+        assert small.score([item("5.0")])[0].score == 1
+
+
+def test_a_worker_that_died_while_idle_is_replaced(pool: VerifierPool) -> None:
+    children = psutil.Process().children()
+    workers = [p for p in children if "beam_rl.verifiers.worker" in p.cmdline()]
+    assert len(workers) == 1
+    workers[0].kill()
+    workers[0].wait(10)
+    assert [verdict.score for verdict in pool.score([item("5.0")])] == [1]
+
+
+def test_works_off_the_main_thread_without_touching_its_alarm(
+    pool: VerifierPool,
+) -> None:
+    handler = signal.getsignal(signal.SIGALRM)
+    results: dict[int, list[float]] = {}
+
+    def grade(which: int) -> None:
+        results[which] = [
+            v.score
+            for v in pool.score(
+                [item("5.0"), item("9^{9^{9^{9}}}") if which == 0 else item("6.0")]
+            )
+        ]
+
+    threads = [threading.Thread(target=grade, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {0: [1, 0], 1: [1, 0]}
+    assert signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_workers_import_no_tensor_library(pool: VerifierPool) -> None:
+    code = "import sys, beam_rl.verifiers.math, beam_rl.verifiers.worker; print(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    ).stdout.split()
+    assert "sympy" in modules and not {
+        "torch",
+        "transformers",
+        "ray",
+        "vllm",
+        "datasets",
+    } & set(modules)
+
+
+HOLD = """
+import psutil, threading
+from beam_rl.verifiers import VerifierPool, VerifyItem
+pool = VerifierPool(workers=2, timeout_s=3.0)
+pool.score([VerifyItem("\\\\boxed{5.0}", "5", "stop")])
+print(*(p.pid for p in psutil.Process().children()), flush=True)
+pool.score([VerifyItem("\\\\boxed{9^{9^{9^{9}}}}", "5", "stop")])
+"""
+
+
+def test_workers_die_with_a_killed_parent() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+    time.sleep(0.5)  # one of them is now deep in the tower
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait(10)
+    gone, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30
+    )
+    assert not alive
+
+
+def test_close_leaves_no_process() -> None:
+    pool = VerifierPool(workers=2)
+    workers = [
+        p
+        for p in psutil.Process().children()
+        if "beam_rl.verifiers.worker" in p.cmdline()
+    ]
+    assert len(workers) >= 2
+    pids = {worker.process.pid for worker in pool._workers}
+    pool.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_the_recipe_names_the_verifier() -> None:
+    with make_verifier(Verifier(name="toy")) as toy:
+        assert isinstance(toy, ToyVerifier)
+    with make_verifier(Verifier(name="math", workers=1, timeout_s=1.5)) as pool:
+        assert (
+            isinstance(pool, VerifierPool)
+            and pool.score([item("4", gold="2+2")])[0].score == 1
+        )
+
+
+@pytest.mark.parametrize(
+    ("response", "finish_reason", "score"),
+    [
+        (r"3 1 6 5 3 7 \boxed{ 7 }", "stop", 1.0),
+        (r"\boxed{ 7 }", "stop", 1.0),  # a direct answer has the task's form too
+        (r"3 1 6 5 3 7 \boxed{ 7 }", "length", 0.0),
+        (r"3 1 6 5 3 7 \boxed{ 8 }", "stop", 0.0),
+        (r"3 1 6 5 3 7 \boxed{ 7 } 7", "stop", 0.0),
+        (r"3 1 \boxed{ 8 } \boxed{ 7 }", "stop", 0.0),
+        (r"3 1 \boxed{ 7 } \boxed{ 7 }", "stop", 0.0),
+        (r"3 +1 \boxed{ 7 }", "stop", 0.0),
+        (r"3 1 \boxed{ 7", "stop", 0.0),
+        (r"3 1 \boxed{ 7 7 }", "stop", 0.0),
+        ("", "stop", 0.0),
+    ],
+)
+def test_toy_reward_is_for_totals_one_box_and_a_stop(
+    response: str, finish_reason: str, score: float
+) -> None:
+    assert toy_score(response, "7", finish_reason) == score
+    assert [
+        v.score
+        for v in ToyVerifier().score([VerifyItem(response, "7", finish_reason)] * 2)
+    ] == [score] * 2
