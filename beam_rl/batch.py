@@ -6,12 +6,13 @@ that nothing later can change the loss.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from beam_rl.algorithms.advantages import dr_grpo, grpo
-from beam_rl.algorithms.weights import sample_weights
+from beam_rl.algorithms.weights import Aggregation, sample_weights
 from beam_rl.recipe.tree import Recipe
 from beam_rl.routes import invalid_rows
 from beam_rl.samples import Group, Sample
@@ -56,7 +57,7 @@ def build(groups: Sequence[Group], recipe: Recipe, num_experts: int) -> StepBatc
     return StepBatch(parts, rows, missing, replay)
 
 
-def _set_weights(mini_batch: Sequence[Sample], aggregation: str, max_response_tokens: int) -> None:
+def _set_weights(mini_batch: Sequence[Sample], aggregation: Aggregation, max_response_tokens: int) -> None:
     """Fixes every sample's loss weight over the whole mini-batch (see `algorithms.weights`)."""
     lengths = torch.tensor([s.response_tokens for s in mini_batch])
     for sample, weight in zip(mini_batch, sample_weights(lengths, aggregation, max_response_tokens), strict=True):
@@ -66,7 +67,7 @@ def _set_weights(mini_batch: Sequence[Sample], aggregation: str, max_response_to
 def _split(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
     """Whole groups in order, as even as can be; fewer parts when there are fewer groups."""
     edges = np.linspace(0, len(groups), min(parts, len(groups)) + 1).round().astype(int)
-    return [groups[a:b] for a, b in zip(edges, edges[1:])]
+    return [groups[a:b] for a, b in pairwise(edges)]
 
 
 def _missing_rows(sample: Sample, num_experts: int) -> int:

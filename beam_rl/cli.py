@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 log = logging.getLogger("beam_rl")
+
+
+class Precision(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, such as recipes/tiny_cpu.yaml.")]
 Overrides = Annotated[
@@ -91,7 +98,7 @@ def export(
 def tiny(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.")],
     seed: Annotated[int, typer.Option(help="Decides every bit of the checkpoint.")] = 0,
-    precision: Annotated[str, typer.Option(help="fp32 or bf16; the router is FP32 in both.")] = "fp32",
+    precision: Annotated[Precision, typer.Option(help="The router is FP32 in both.")] = Precision.fp32,
 ) -> None:
     """Write a small Beam checkpoint with tokenizer and data, warm-started on a toy arithmetic task (about a minute)."""
     from beam_rl.report import Console
@@ -100,10 +107,8 @@ def tiny(
 
     if out.exists():
         raise InputError(f"{out}: exists already; name a new folder")
-    if precision not in ("fp32", "bf16"):
-        raise InputError(f"--precision {precision}: use fp32 or bf16")
     with Console(0) as console, console.phase("warm start", Schedule().steps, once=True) as phase:
-        report = write_tiny(out, seed, lambda step, steps, loss: phase.advance(), dtype=precision)
+        report = write_tiny(out, seed, lambda step, steps, loss: phase.advance(), dtype=precision.value)
     typer.echo(f"written to {out}: {report.parameters:,} parameters, eval avg@8 {report.avg_at_8:.1%}")
 
 
@@ -120,10 +125,8 @@ def main() -> None:
         if isinstance(cause, InputError):
             _leave(2, str(cause))
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-            _leave(
-                2,
-                f"no space left on the disk while writing {cause.filename or 'the run'}; the last complete checkpoint is kept",
-            )
+            what = cause.filename or "the run"
+            _leave(2, f"no space left on the disk while writing {what}; the last complete checkpoint is kept")
         log.exception("the run failed")
         if os.environ.get("BEAM_RL_TRACEBACK"):
             raise

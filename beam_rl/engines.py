@@ -36,7 +36,7 @@ class Engines:
 
         from beam_rl.rollout.engine import Engine
 
-        actor = ray.remote(num_cpus=1, max_concurrency=10_000)(Engine)
+        actor: Any = ray.remote(num_cpus=1, max_concurrency=10_000)(Engine)  # type: ignore[call-overload]
         self.actors = [actor.remote(self._settings(i)) for i in range(self.recipe.rollout.engines)]
         self._starting = [a.start.remote() for a in self.actors]
         self._connected = False

@@ -24,11 +24,10 @@ class Inputs:
     decode: Callable[[Sequence[int]], str]  # token ids → text without special tokens
 
 
-def prepare(recipe: Recipe, cache: Path, display: Display) -> Inputs:
+def prepare(recipe: Recipe, display: Display) -> Inputs:
     """Finds or makes the checkpoint, reads the data, and checks both.
 
     Args:
-        cache: folder for the data sets' caches.
         display: shows that the tiny checkpoint is being made.
     Raises:
         InputError: a missing folder, a checkpoint that isn't Beam, data that can't serve.
@@ -39,15 +38,15 @@ def prepare(recipe: Recipe, cache: Path, display: Display) -> Inputs:
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     longest, data = recipe.data.max_prompt_tokens, recipe.data
-    train = PromptStream(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, cache, key="data.train")
+    train = PromptStream.open(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, "data.train")
     held_out = data.eval and _resolve(data.eval, path, "eval")
     return Inputs(
         model_path=path,
         num_experts=config["num_experts"],
         prompts=train,
-        eval_prompts=eval_prompts(held_out, tokenizer, longest, cache, key="data.eval") if held_out else [],
+        eval_prompts=eval_prompts(held_out, tokenizer, longest, "data.eval") if held_out else [],
         eval_task=(data.eval.name or Path(data.eval.path).stem) if data.eval else "",
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
     )
 
 

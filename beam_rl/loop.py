@@ -76,7 +76,9 @@ class Loop:
     ) -> None:
         self.recipe, self.inputs, self.run, self.report = recipe, inputs, run, report
         self.policy, self.engines, self.verifier = policy, engines, verifier
-        self.state, self.saved, self.score = State(), None, None
+        self.state = State()
+        self.saved: int | None = None  # the step of the last checkpoint
+        self.score: float | None = None  # of the last evaluation
 
     def begin(self) -> None:
         """The state to start from, in the trainer and in every engine; a fresh run evaluates it."""
@@ -101,7 +103,7 @@ class Loop:
         step.log(rollout_metrics(rollout, batch, self.engines, step.number))
         with self.state.advancing(step.number):
             self.learn(batch, step)
-        self.state.prompts = self.inputs.prompts.position
+        self.state.prompts = self.inputs.prompts.state()
         with step.phase("syncing", "sync"):
             step.log(sync_metrics(self.engines.load(self.policy, version=step.number)))
         if self.evaluation_due():
@@ -195,7 +197,8 @@ def rollout_metrics(rollout: Rollout, batch: StepBatch, engines: Engines, step: 
 
 def parity_metrics(scores: Scores) -> dict[str, float]:
     """The gap between trainer and engine before the step's first update; a log-probability that is no number raises."""
-    gap = logprob_gap(torch.from_numpy(scores.logp), torch.from_numpy(scores.logp_engine))
+    sampled = torch.ones(len(scores.logp), dtype=torch.bool)
+    gap = logprob_gap(torch.from_numpy(scores.logp), torch.from_numpy(scores.logp_engine), sampled)
     return {
         "parity/abs_logprob_diff_mean": gap.mean,
         "parity/abs_logprob_diff_max": gap.max,

@@ -5,6 +5,7 @@ Splits a step's mini-batches over the data-parallel ranks, ships each micro-batc
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ class PolicyWorker:
 
         import torch
 
-        peaks = {"memory/host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        peaks: dict[str, float] = {"memory/host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
         if torch.cuda.is_available():
             peaks["memory/gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
         return peaks
@@ -123,8 +124,8 @@ class Policy:
     def __enter__(self) -> "Policy":
         import ray
 
-        worker = ray.remote(num_cpus=1)(PolicyWorker)
-        self.workers = [worker.remote(self.recipe.algorithm, rank) for rank in range(self.world_size)]
+        worker: Any = ray.remote(num_cpus=1)(PolicyWorker)
+        self.workers: list[Any] = [worker.remote(self.recipe.algorithm, rank) for rank in range(self.world_size)]
         start = (str(self.model_path), _settings(self.recipe), self.world_size, f"127.0.0.1:{free_port()}")
         self._starting = [w.start.remote(*start) for w in self.workers]
         return self
@@ -144,7 +145,9 @@ class Policy:
     def score(self, mini_batches: Sequence[Sequence[Sample]]) -> Scores:
         """Ships the step's samples to the ranks and scores them; `update` then refers to a mini-batch by its index."""
         budget = self.recipe.trainer.token_budget
-        per_rank = [[_packs(part, budget) for part in parts] for parts in zip(*map(self._shares, mini_batches))]
+        per_rank = [
+            [_packs(part, budget) for part in parts] for parts in zip(*map(self._shares, mini_batches), strict=True)
+        ]
         scores = self._each("score", [(batches,) for batches in per_rank])
         return Scores(
             logp=np.concatenate([s.logp for s in scores]),
@@ -188,7 +191,7 @@ class Policy:
     def _shares(self, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
         """A mini-batch's samples in one contiguous share a rank."""
         edges = np.linspace(0, len(samples), self.world_size + 1).round().astype(int)
-        return (samples[a:b] for a, b in zip(edges, edges[1:]))
+        return (samples[a:b] for a, b in pairwise(edges))
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return self._each(method, [args] * len(self.workers))

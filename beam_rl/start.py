@@ -4,7 +4,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from beam_rl.errors import InputError
 from beam_rl.recipe.load import load
@@ -18,14 +18,11 @@ def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
     from beam_rl.inputs import prepare
     from beam_rl.loop import train
 
-    with Console(recipe.trainer.steps) as console, scratch() as cache:
-        inputs = prepare(recipe, cache, console)
-        source = Path(resume) if resume and resume != "auto" else resume
-        with (
-            Run.open(folder, recipe.model_dump(mode="json"), source) as run,
-            Report(console, run, recipe.logging) as report,
-        ):
-            train(recipe, inputs, run, report)
+    with Console(recipe.trainer.steps) as console:
+        inputs = prepare(recipe, console)
+        with Run.open(folder, recipe.model_dump(mode="json"), _resume(resume)) as run:
+            with Report(console, run, recipe.logging) as report:
+                train(recipe, inputs, run, report)
             console.summary(run)
 
 
@@ -41,8 +38,9 @@ def run_evaluation(source: Path, overrides: Iterable[str]) -> dict[str, Any]:
         raise InputError("data.eval is missing: name the data set to evaluate on")
     with contextlib.ExitStack() as stack:
         console, folder = stack.enter_context(Console(0)), stack.enter_context(scratch())
-        inputs = prepare(recipe, folder, console)
-        verifier = stack.enter_context(make_verifier(recipe.verifier))
+        inputs = prepare(recipe, console)
+        verifier = make_verifier(recipe.verifier)
+        stack.callback(verifier.close)
         cluster = stack.enter_context(Cluster(recipe, inputs.model_path, folder, console))
         if checkpoint:
             cluster.policy.load(checkpoint.path)
@@ -80,6 +78,10 @@ def scratch() -> Iterator[Path]:
     """A folder for caches and logs that nobody will ask for."""
     with tempfile.TemporaryDirectory(prefix="beam-rl-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
+
+
+def _resume(option: str | None) -> Literal["auto"] | Path | None:
+    return "auto" if option == "auto" else Path(option) if option else None
 
 
 def _recipe_or_run(source: Path, overrides: Iterable[str]) -> tuple[Recipe, Checkpoint | None]:
