@@ -4,9 +4,10 @@ Gold answer first. Tables run in this process: none of these answers is hostile 
 """
 
 import random
-import sympy.parsing.sympy_parser
+
 import math_verify.parser
 import pytest
+import sympy.parsing.sympy_parser
 
 from beam_rl.verifiers.extract import extract_answer
 from beam_rl.verifiers.math import math_equal
@@ -158,9 +159,7 @@ def test_different_answers_are_wrong(gold: str, answer: str) -> None:
         ("", None),
     ],
 )
-def test_the_last_box_counts_or_else_the_last_answer_line(
-    response: str, answer: str | None
-) -> None:
+def test_the_last_box_counts_or_else_the_last_answer_line(response: str, answer: str | None) -> None:
     assert extract_answer(response) == answer
 
 

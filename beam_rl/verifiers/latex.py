@@ -20,9 +20,7 @@ _PLAIN = [  # (pattern, replacement), in this order
     (re.compile(r"\\langle(?![a-zA-Z])"), "("),
     (re.compile(r"\\rangle(?![a-zA-Z])"), ")"),
     (
-        re.compile(
-            r"\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
-        ),
+        re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"),
         ",",
     ),
     (re.compile(r"\s*,(?:\s*,)+\s*"), ", "),
@@ -34,9 +32,7 @@ _MEMBER = re.compile(r"^[a-zA-Z]\s*\\in(?![a-zA-Z])\s*")
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\s?\d{3})+(?:\.\d+)?")
 _SPACED_THOUSANDS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*(?:\\?%|percent)\s*\}|percent)\s*$")
-_TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{\s*([^{}]*?)\s*\}"
-)
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{\s*([^{}]*?)\s*\}")
 _UNIT = re.compile(
     r"[\d})]\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{\s*([^{}]*?)\s*\}|(?<= )([a-zA-Z]{2,}))((?:\^\s*\{?\s*\d\s*\}?)?)$"
 )
@@ -118,11 +114,7 @@ def as_listing(text: str) -> Listing | None:
     pieces = _split(text, r"\cup")
     if len(pieces) > 1:
         return _listing("union", pieces)
-    if (
-        text.startswith(r"\{")
-        and text.endswith(r"\}")
-        and _closing(text, 1) == len(text) - 1
-    ):
+    if text.startswith(r"\{") and text.endswith(r"\}") and _closing(text, 1) == len(text) - 1:
         inner = text[2:-2].strip()
         return _listing("set", _plus_minus(_split(inner, ",;")) if inner else [])
     if text[0] in "([" and text[-1] in ")]" and _closing(text, 0) == len(text) - 1:
@@ -141,9 +133,7 @@ def _plus_minus(items: list[str]) -> list[str]:
     result = []
     for item in items:
         both = item.count(r"\pm") == 1 and r"\mp" not in item
-        result += (
-            [item.replace(r"\pm", sign).strip() for sign in "+-"] if both else [item]
-        )
+        result += [item.replace(r"\pm", sign).strip() for sign in "+-"] if both else [item]
     return [item.removeprefix("+").strip() for item in result]
 
 
@@ -163,9 +153,7 @@ def _split(text: str, separators: str) -> list[str]:
     parts, depth, start = [], 0, 0
     for i, character in enumerate(text):
         depth += (character in _OPEN) - (character in _CLOSE)
-        if depth == 0 and (
-            text.startswith(separators, i) if step > 1 else character in separators
-        ):
+        if depth == 0 and (text.startswith(separators, i) if step > 1 else character in separators):
             parts.append(text[start:i].strip())
             start = i + step
     return [*parts, text[start:].strip()]
