@@ -127,7 +127,7 @@ def test_workers_die_with_a_killed_parent() -> None:
     time.sleep(0.5)  # one of them is now deep in the tower
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(10)
-    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
     assert not alive
 
 

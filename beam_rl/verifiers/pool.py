@@ -4,6 +4,7 @@ Promises one verdict per item, in order, within the time limit of each, whatever
 second reward, no alarm signal in this process, from any thread. Knows nothing about mathematics.
 """
 
+import contextlib
 import json
 import os
 import selectors
@@ -117,10 +118,8 @@ class VerifierPool:
         worker.process.kill()
         status = worker.process.wait()
         worker.process.stdout.close()
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it died with a line unread
             worker.process.stdin.close()
-        except BrokenPipeError:  # it died with a line unread
-            pass
         return status
 
     def _hand_out(self, waiting: deque[tuple[int, str]]) -> None:
