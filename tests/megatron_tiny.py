@@ -134,9 +134,7 @@ def join(batches: Sequence[MicroBatch]) -> MicroBatch:
     starts = np.cumsum([0, *(len(tokens) for tokens in parts["tokens"])])
     ends = [cu[1:] + start for cu, start in zip(parts.pop("cu_tokens"), starts[:-1], strict=True)]
     cu = np.concatenate([[0], *ends]).astype(np.int32)
-    return MicroBatch(
-        cu_tokens=cu, **{k: None if v[0] is None else np.concatenate(v) for k, v in parts.items()}
-    )
+    return MicroBatch(cu_tokens=cu, **{k: None if v[0] is None else np.concatenate(v) for k, v in parts.items()})
 
 
 def squared_objective(inputs: LossInputs) -> TokenLoss:

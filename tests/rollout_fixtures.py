@@ -1,16 +1,29 @@
-"""A tiny random Beam with nothing at its default, and what transformers says about token sequences.
+"""A tiny random Beam with nothing at its default, what transformers says about it, and real engines as Ray actors.
 
-Knows nothing about vLLM or Ray.
+The engines start once a session, both at the same time: importing vLLM is most of it.
 """
 
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+import ray
 import torch
 from torch import Tensor
 from transformers import BeamConfig, BeamForCausalLM
 
+from beam_rl.rollout.actor import EngineActor
+from beam_rl.rollout.engine import EngineInfo
+from beam_rl.rollout.launch import EngineSettings
+from beam_rl.samples import Completion, Request
+
 VOCABULARY, EOS = 64, 2
+KV_CACHE_GIB = 0.002  # room for some 30 short requests
 
 
 def tiny_config(**changes: object) -> BeamConfig:
@@ -89,3 +102,78 @@ class Reference:
             hook.remove()
         logp = (logits.float() / temperature).log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0]
         return logp.numpy(), torch.stack(routes, 1).sort(-1).values.numpy()
+
+
+def settings(model: Path, dtype: str, name: str, log_dir: Path, **changes: Any) -> EngineSettings:
+    """An engine whose batches and KV cache are small enough for chunked prefill and preemption to happen."""
+    values: dict[str, Any] = dict(
+        model=str(model),
+        dtype=dtype,
+        max_model_len=256,
+        max_num_seqs=64,
+        max_batched_tokens=96,
+        kv_cache_gib=KV_CACHE_GIB,
+        gpu_memory_utilization=0.5,
+        seed=0,
+        routing_replay=True,
+        host="127.0.0.1",
+        log_dir=str(log_dir),
+        name=name,
+    )
+    return EngineSettings(**(values | changes))
+
+
+@dataclass
+class RunningEngine:
+    """An engine actor with the checkpoint it started from."""
+
+    actor: Any
+    info: EngineInfo
+    checkpoint: Path
+
+    def call(self, method: str, *args: Any) -> Any:
+        return ray.get(getattr(self.actor, method).remote(*args), timeout=60)
+
+    def sample(self, requests: list[Request]) -> dict[str, Completion]:
+        stream = self.actor.generate.options(num_returns="streaming").remote(requests)
+        return {c.id: c for c in (ray.get(ref, timeout=60) for ref in stream)}
+
+
+@dataclass
+class Engines:
+    fp32: RunningEngine
+    bf16: RunningEngine
+    logs: Path
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """`old` and `new` differ in every tensor; `bf16` is `old` rounded."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "old": make_checkpoint(root / "old", seed=0),
+        "new": make_checkpoint(root / "new", seed=1),
+        "bf16": make_checkpoint(root / "bf16", seed=0, dtype=torch.bfloat16),
+    }
+
+
+@pytest.fixture(scope="session")
+def engines(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    logs = tmp_path_factory.mktemp("logs")
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # Ray's socket paths must be short
+        ray.init(num_cpus=8, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
+        try:
+            started = {}
+            for dtype, checkpoint in (("fp32", checkpoints["old"]), ("bf16", checkpoints["bf16"])):
+                actor = EngineActor.remote(settings(checkpoint, dtype, dtype, logs))
+                started[dtype] = (actor, actor.start.remote(), checkpoint)
+            running = {k: RunningEngine(a, ray.get(i, timeout=240), c) for k, (a, i, c) in started.items()}
+            yield Engines(running["fp32"], running["bf16"], logs)
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def references(checkpoints: dict[str, Path]) -> dict[str, Reference]:
+    return {name: Reference(path) for name, path in checkpoints.items()}

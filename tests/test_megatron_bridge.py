@@ -66,8 +66,7 @@ def test_a_large_export_is_split_into_numbered_files_with_an_index(tmp_path: Pat
 def test_fused_projections_keep_each_head_in_its_group() -> None:
     heads, groups, dim, hidden = 6, 2, 4, 3
     parts = {
-        name: torch.randn(n * dim, hidden)
-        for name, n in {"q": heads, "gate": heads, "k": groups, "v": groups}.items()
+        name: torch.randn(n * dim, hidden) for name, n in {"q": heads, "gate": heads, "k": groups, "v": groups}.items()
     }
     merged = merge_qkvg(parts, groups)
     second_group = merged[len(merged) // 2 :]

@@ -43,9 +43,9 @@ def test_value_and_gradient_are_those_of_the_plain_computation(chunk_tokens: int
 def test_gradient_agrees_with_finite_differences() -> None:
     hidden, head, targets = inputs(torch.double)
     assert torch.autograd.gradcheck(
-        lambda h, w: token_logprobs(
-            h, w, targets, softcap=30.0, temperature=0.8, numerics="reference", chunk_tokens=3
-        )[0],
+        lambda h, w: token_logprobs(h, w, targets, softcap=30.0, temperature=0.8, numerics="reference", chunk_tokens=3)[
+            0
+        ],
         (hidden, head),
     )
 
@@ -66,7 +66,7 @@ def test_gradient_flows_through_the_engines_rounding() -> None:
     hidden, head, targets = inputs(torch.bfloat16)
     logp, _ = token_logprobs(hidden, head, targets, softcap=30.0, temperature=1.0, numerics="engine", chunk_tokens=4)
     (ours,) = torch.autograd.grad(logp.sum(), hidden)
-    wide_hidden, wide_head = hidden.detach().float().requires_grad_(), head.detach().float()
+    wide_hidden, wide_head = (hidden.detach().float().requires_grad_(), head.detach().float())
     (exact,) = torch.autograd.grad(plain(wide_hidden, wide_head, targets, 30.0, 1.0)[0].sum(), wide_hidden)
     assert (ours.float() - exact).norm() < 0.02 * exact.norm()
 

@@ -41,7 +41,9 @@ def assert_near(ours: dict[str, Tensor], theirs: dict[str, Tensor], relative: fl
 def test_scores_are_the_log_probabilities_and_entropies_of_transformers(temperature: float) -> None:
     batches = [tiny.micro_batch(LENGTHS[:3], routes=False), tiny.micro_batch(LENGTHS[3:], seed=9, routes=False)]
     reference = tiny.reference_model()
-    for batch, score in zip(batches, tiny.trainer(temperature=temperature, chunk_tokens=16).score(batches), strict=True):
+    for batch, score in zip(
+        batches, tiny.trainer(temperature=temperature, chunk_tokens=16).score(batches), strict=True
+    ):
         samples = np.split(batch.tokens, batch.cu_tokens[1:-1])
         logits = torch.cat([reference(torch.tensor(s)[None]).logits[0] for s in samples])
         expected = (logits / temperature).log_softmax(-1)
@@ -184,9 +186,7 @@ def test_what_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -> None:
 
 def update_rank(rank: int, world: int, master: str) -> tuple[dict[str, float], dict[str, Any], int]:
     """One of `world` ranks: its share of the samples, the gradients after the sum, the agreement of the first score."""
-    trainer = tiny.Trainer(
-        str(tiny.checkpoint()), tiny.settings(parallel=Parallel(dp=world)), rank, world, master
-    )
+    trainer = tiny.Trainer(str(tiny.checkpoint()), tiny.settings(parallel=Parallel(dp=world)), rank, world, master)
     mine = one_by_one()[:2] if rank == 0 else [tiny.join(one_by_one()[2:])]
     metrics = trainer.update(mine, tiny.squared_objective, LR)
     gradient = {name: tensor.numpy() for name, tensor in gradients(trainer).items()}

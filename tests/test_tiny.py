@@ -32,9 +32,7 @@ def short_evaluation() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(
-        tmp_path_factory.mktemp("tiny") / "beam", seed=0, schedule=SHORT
-    ).path
+    return write_tiny(tmp_path_factory.mktemp("tiny") / "beam", seed=0, schedule=SHORT).path
 
 
 def expected_names(config: BeamConfig) -> set[str]:
@@ -44,28 +42,15 @@ def expected_names(config: BeamConfig) -> set[str]:
         layer = f"model.layers.{i}."
         for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
             names.add(f"{layer}{norm}_layernorm.weight")
-        names |= {
-            f"{layer}self_attn.{p}_proj.weight" for p in ("q", "k", "v", "o", "gate")
-        }
-        names |= {
-            f"{layer}self_attn.{n}"
-            for n in ("gate_bias", "q_norm.weight", "k_norm.weight")
-        }
+        names |= {f"{layer}self_attn.{p}_proj.weight" for p in ("q", "k", "v", "o", "gate")}
+        names |= {f"{layer}self_attn.{n}" for n in ("gate_bias", "q_norm.weight", "k_norm.weight")}
         if kind == "sparse":
             names |= {
                 f"{layer}mlp.gate.weight",
                 f"{layer}mlp.gate.e_score_correction_bias",
             }
-        experts = (
-            [f"experts.{e}." for e in range(config.num_experts)]
-            if kind == "sparse"
-            else [""]
-        )
-        names |= {
-            f"{layer}mlp.{e}{p}_proj.weight"
-            for e in experts
-            for p in ("gate", "up", "down")
-        }
+        experts = [f"experts.{e}." for e in range(config.num_experts)] if kind == "sparse" else [""]
+        names |= {f"{layer}mlp.{e}{p}_proj.weight" for e in experts for p in ("gate", "up", "down")}
     return names
 
 
@@ -97,9 +82,7 @@ def test_router_stays_fp32_in_a_bf16_checkpoint(tmp_path: Path, folder: Path) ->
     )
     for name, tensor in tensors.items():
         if ".mlp.gate." in name:
-            assert torch.equal(tensor, full[name]) and tensor.dtype == torch.float32, (
-                name
-            )
+            assert torch.equal(tensor, full[name]) and tensor.dtype == torch.float32, name
         else:
             assert torch.equal(tensor, full[name].bfloat16()), name
     loaded = BeamForCausalLM.from_pretrained(out)
@@ -110,9 +93,7 @@ def test_router_stays_fp32_in_a_bf16_checkpoint(tmp_path: Path, folder: Path) ->
 def test_chat_template_gives_the_prompt_with_one_bos(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "3 +8 -5 +9 -2 +4"}]
-    ids = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert tokenizer.convert_ids_to_tokens(ids) == [
         "<bos>",
         "3",
@@ -123,10 +104,7 @@ def test_chat_template_gives_the_prompt_with_one_bos(folder: Path) -> None:
         "+4",
         "=",
     ]
-    assert ids == [
-        task.TOKENS.index(t)
-        for t in task.prompt_tokens(("3", "+8", "-5", "+9", "-2", "+4"))
-    ]
+    assert ids == [task.TOKENS.index(t) for t in task.prompt_tokens(("3", "+8", "-5", "+9", "-2", "+4"))]
 
 
 def test_decoding_shows_tokens_outside_the_task_and_hides_only_eos(
@@ -134,9 +112,7 @@ def test_decoding_shows_tokens_outside_the_task_and_hides_only_eos(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     words = ["3", "1", "\\boxed{", "1", "}", "<unused50>", "<eos>"]
-    text = tokenizer.decode(
-        tokenizer.convert_tokens_to_ids(words), skip_special_tokens=True
-    )
+    text = tokenizer.decode(tokenizer.convert_tokens_to_ids(words), skip_special_tokens=True)
     assert text == "3 1 \\boxed{ 1 } <unused50>"
     assert toy_score(text, "1", "stop") == 0.0
     assert toy_score(text.removesuffix(" <unused50>"), "1", "stop") == 1.0
@@ -144,11 +120,7 @@ def test_decoding_shows_tokens_outside_the_task_and_hides_only_eos(
 
 def test_generation_stops_at_eos_by_the_folder_alone(folder: Path) -> None:
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert (
-        generation["eos_token_id"]
-        == AutoTokenizer.from_pretrained(folder).eos_token_id
-        == 2
-    )
+    assert generation["eos_token_id"] == AutoTokenizer.from_pretrained(folder).eos_token_id == 2
 
 
 def test_data_files_hold_distinct_solved_problems_from_both_sides_of_the_split(
@@ -174,9 +146,7 @@ def test_demonstrations_slip_as_often_as_the_teacher_says() -> None:
     right, direct, n = 0, 0, 4000
     for _ in range(n):
         problem = task.draw_problem(rng, held_out=False)
-        words = task.demonstration(
-            rng, problem, task.Demonstrator(slip=0.12, direct=0.2)
-        )
+        words = task.demonstration(rng, problem, task.Demonstrator(slip=0.12, direct=0.2))
         right += toy_score(" ".join(words[:-1]), str(task.solve(problem)), "stop") == 1
         direct += words[0] == task.BOX
     assert abs(direct / n - 0.2) < 0.02
@@ -190,12 +160,8 @@ def test_perfect_demonstrations_are_graded_right() -> None:
     for direct in (0.0, 1.0):
         for _ in range(50):
             problem = task.draw_problem(rng, held_out=True)
-            words = task.demonstration(
-                rng, problem, task.Demonstrator(slip=0.0, direct=direct)
-            )
-            assert (
-                toy_score(" ".join(words[:-1]), str(task.solve(problem)), "stop") == 1.0
-            )
+            words = task.demonstration(rng, problem, task.Demonstrator(slip=0.0, direct=direct))
+            assert toy_score(" ".join(words[:-1]), str(task.solve(problem)), "stop") == 1.0
 
 
 def _write_in_another_process(out: Path) -> None:
@@ -204,30 +170,20 @@ def _write_in_another_process(out: Path) -> None:
     write_tiny(out, seed=0, schedule=SHORT)
 
 
-def test_same_seed_gives_the_same_bytes_in_another_process(
-    tmp_path: Path, folder: Path
-) -> None:
-    process = multiprocessing.get_context("spawn").Process(
-        target=_write_in_another_process, args=(tmp_path / "b",)
-    )
+def test_same_seed_gives_the_same_bytes_in_another_process(tmp_path: Path, folder: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_write_in_another_process, args=(tmp_path / "b",))
     process.start()
     process.join(60)
     assert process.exitcode == 0
     names = sorted(path.name for path in folder.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
     for name in names:
-        assert (folder / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), (
-            name
-        )
+        assert (folder / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
 
-def test_another_seed_gives_other_weights_and_the_same_problems(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_another_seed_gives_other_weights_and_the_same_problems(tmp_path: Path, folder: Path) -> None:
     out = write_tiny(tmp_path / "b", seed=1, schedule=ONE_STEP).path
-    assert (folder / "model.safetensors").read_bytes() != (
-        out / "model.safetensors"
-    ).read_bytes()
+    assert (folder / "model.safetensors").read_bytes() != (out / "model.safetensors").read_bytes()
     assert (folder / "eval.jsonl").read_bytes() == (out / "eval.jsonl").read_bytes()
 
 
@@ -273,9 +229,7 @@ def test_progress_tells_every_step(tmp_path: Path) -> None:
     assert report.parameters == 596_238
 
 
-def test_two_askers_at_once_get_one_cached_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_askers_at_once_get_one_cached_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEAM_RL_CACHE", str(tmp_path))
     steps: list[int] = []
     found: list[Path] = []
@@ -300,9 +254,7 @@ def test_two_askers_at_once_get_one_cached_folder(
     assert not list(tmp_path.glob(".*unfinished*"))
 
 
-def test_cache_tells_seed_dtype_and_schedule_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_tells_seed_dtype_and_schedule_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BEAM_RL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folders = {
@@ -316,9 +268,7 @@ def test_cache_tells_seed_dtype_and_schedule_apart(
     assert len(folders) == 4 and {f.parent for f in folders} == {tmp_path / "beam-rl"}
 
 
-def test_supervised_steps_lower_the_loss_and_an_untrained_model_scores_nothing() -> (
-    None
-):
+def test_supervised_steps_lower_the_loss_and_an_untrained_model_scores_nothing() -> None:
     losses: list[float] = []
     with one_thread():
         model = fresh_model(0)

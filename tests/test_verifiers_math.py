@@ -4,14 +4,25 @@ Gold answer first. Tables run in this process: none of these answers is hostile 
 """
 
 import random
-import sympy.parsing.sympy_parser
+
 import math_verify.parser
 import pytest
+import sympy.parsing.sympy_parser
 
 from beam_rl.verifiers.extract import extract_answer
 from beam_rl.verifiers.math import math_equal
 
 RIGHT = [
+    (r"1,\!000", "1000"),
+    (r"5\text{ meters}", r"5\text{ m}"),
+    ("3 hours", r"3\text{ hr}"),
+    (r"90^\circ", r"90\text{ degrees}"),
+    ("120000", r"1.2 \times 10^{5}"),
+    (r"-\frac{1}{2}", r"\frac{-1}{2}"),
+    (r"x=\pm 3", "x = 3 or x = -3"),
+    (r"\$10,000", "10000"),
+    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+    ("12.5\\%", r"\frac{25}{2}\%"),
     (r"\frac{1}{2}", r"\dfrac{1}{2}"),
     ("5", "5.0"),
     ("50", r"50\%"),
@@ -76,6 +87,11 @@ RIGHT = [
 ]
 
 WRONG = [
+    ("1, 234", "1234"),
+    (r"5\text{ cm}^2", r"5\text{ cm}"),
+    ("3 hours", "3 minutes"),
+    (r"\frac{1}{2}", r"\frac{1}{3}"),
+    ("120000", r"1.2 \times 10^{6}"),
     (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
     ("3*x-1*y+13=0", "3x + 4y + 14=0"),
     ("0.0000001", "0.0000002"),
@@ -158,9 +174,7 @@ def test_different_answers_are_wrong(gold: str, answer: str) -> None:
         ("", None),
     ],
 )
-def test_the_last_box_counts_or_else_the_last_answer_line(
-    response: str, answer: str | None
-) -> None:
+def test_the_last_box_counts_or_else_the_last_answer_line(response: str, answer: str | None) -> None:
     assert extract_answer(response) == answer
 
 

@@ -57,12 +57,8 @@ def test_towers_and_factorials_end_in_time_as_wrong_and_the_rest_is_graded(
     started = time.monotonic()
     verdicts = pool.score(items)
     assert [verdict.score for verdict in verdicts] == [0, 1, 0, 1]
-    assert verdicts[0].timed_out and pool.timeouts - before == sum(
-        verdict.timed_out for verdict in verdicts
-    )
-    assert (
-        time.monotonic() - started < 30
-    )  # two limits and the starts of new workers, on a busy machine
+    assert verdicts[0].timed_out and pool.timeouts - before == sum(verdict.timed_out for verdict in verdicts)
+    assert time.monotonic() - started < 30  # two limits and the starts of new workers, on a busy machine
 
 
 def test_a_memory_bomb_hits_the_workers_limit_and_not_the_machine() -> None:
@@ -89,10 +85,7 @@ def test_works_off_the_main_thread_without_touching_its_alarm(
 
     def grade(which: int) -> None:
         results[which] = [
-            v.score
-            for v in pool.score(
-                [item("5.0"), item("9^{9^{9^{9}}}") if which == 0 else item("6.0")]
-            )
+            v.score for v in pool.score([item("5.0"), item("9^{9^{9^{9}}}") if which == 0 else item("6.0")])
         ]
 
     threads = [threading.Thread(target=grade, args=(i,)) for i in range(2)]
@@ -106,9 +99,7 @@ def test_works_off_the_main_thread_without_touching_its_alarm(
 
 def test_workers_import_no_tensor_library(pool: VerifierPool) -> None:
     code = "import sys, beam_rl.verifiers.math, beam_rl.verifiers.worker; print(*sys.modules)"
-    modules = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-    ).stdout.split()
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.split()
     assert "sympy" in modules and not {
         "torch",
         "transformers",
@@ -129,28 +120,20 @@ pool.score([VerifyItem("\\\\boxed{9^{9^{9^{9}}}}", "5", "stop")])
 
 
 def test_workers_die_with_a_killed_parent() -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True
-    )
+    parent = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
     assert parent.stdout
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
     time.sleep(0.5)  # one of them is now deep in the tower
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(10)
-    gone, alive = psutil.wait_procs(
-        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30
-    )
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
     assert not alive
 
 
 def test_close_leaves_no_process() -> None:
     pool = VerifierPool(workers=2)
-    workers = [
-        p
-        for p in psutil.Process().children()
-        if "beam_rl.verifiers.worker" in p.cmdline()
-    ]
+    workers = [p for p in psutil.Process().children() if "beam_rl.verifiers.worker" in p.cmdline()]
     assert len(workers) >= 2
     pids = {worker.process.pid for worker in pool._workers}
     pool.close()
@@ -161,10 +144,7 @@ def test_the_recipe_names_the_verifier() -> None:
     with make_verifier(Verifier(name="toy")) as toy:
         assert isinstance(toy, ToyVerifier)
     with make_verifier(Verifier(name="math", workers=1, timeout_s=1.5)) as pool:
-        assert (
-            isinstance(pool, VerifierPool)
-            and pool.score([item("4", gold="2+2")])[0].score == 1
-        )
+        assert isinstance(pool, VerifierPool) and pool.score([item("4", gold="2+2")])[0].score == 1
 
 
 @pytest.mark.parametrize(
@@ -183,11 +163,6 @@ def test_the_recipe_names_the_verifier() -> None:
         ("", "stop", 0.0),
     ],
 )
-def test_toy_reward_is_for_totals_one_box_and_a_stop(
-    response: str, finish_reason: str, score: float
-) -> None:
+def test_toy_reward_is_for_totals_one_box_and_a_stop(response: str, finish_reason: str, score: float) -> None:
     assert toy_score(response, "7", finish_reason) == score
-    assert [
-        v.score
-        for v in ToyVerifier().score([VerifyItem(response, "7", finish_reason)] * 2)
-    ] == [score] * 2
+    assert [v.score for v in ToyVerifier().score([VerifyItem(response, "7", finish_reason)] * 2)] == [score] * 2

@@ -88,7 +88,9 @@ class BeamProvider(BeamConfig, ModelProviderMixin[BeamModel]):
         """`BeamConfig` is complete when it is made."""
 
 
-@MegatronModelBridge.register_bridge(source="BeamForCausalLM", target=BeamModel, provider=BeamProvider, model_type="beam")
+@MegatronModelBridge.register_bridge(
+    source="BeamForCausalLM", target=BeamModel, provider=BeamProvider, model_type="beam"
+)
 class BeamBridge(MegatronModelBridge):
     def provider_bridge(self, hf_pretrained: Any) -> BeamProvider:
         hf = hf_pretrained.config
@@ -147,7 +149,7 @@ class BeamCheckpoint:
         self.folder = Path(path)
         self.config = read_config(self.folder)
         self._bridge = AutoBridge.from_hf_pretrained(path)
-        expected, found = tensor_names(self.config), set(self._bridge.hf_pretrained.state.source.get_all_keys())
+        expected, found = (tensor_names(self.config), set(self._bridge.hf_pretrained.state.source.get_all_keys()))
         for what, names in (("lacks", expected - found), ("has the unknown", found - expected)):
             if names:
                 raise ValueError(f"model.path = {path}: the checkpoint {what} {min(names)} ({len(names)} such tensors)")

@@ -161,7 +161,7 @@ def _quick_import(on_cpu: bool) -> Iterator[None]:
     """Megatron-core 0.19 imports W&B for its timers, and torch.compile's machinery for functions that a CPU gains
     nothing from: half of the start. Both, and others, talk while they are imported."""
     logging.disable(logging.INFO)  # Bridge logs a traceback for each thing that is not installed
-    root, level, handlers = logging.getLogger(), logging.getLogger().level, logging.getLogger().handlers[:]
+    root, level, handlers = (logging.getLogger(), logging.getLogger().level, logging.getLogger().handlers[:])
     compile_function = torch.compile
     wandb = sys.modules.get("wandb")
     sys.modules["wandb"] = None  # type: ignore[assignment]  # reads as "not installed"

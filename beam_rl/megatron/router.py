@@ -71,7 +71,9 @@ class BeamRouter(Router):
             self.config.init_method(self.weight)
         self.weight.sequence_parallel = self.config.sequence_parallel
 
-    def routing(self, logits: Tensor, routes: Tensor | None = None, agreement: Agreement | None = None) -> tuple[Any, Any]:
+    def routing(
+        self, logits: Tensor, routes: Tensor | None = None, agreement: Agreement | None = None
+    ) -> tuple[Any, Any]:
         """Returns (tokens, experts) the weights, zero where not chosen, and the choice as booleans."""
         config = self.config
         scores = logits.sigmoid()

@@ -50,7 +50,7 @@ class Trainer:
         _join_ranks(settings, rank, world_size, master)
         self.config = config_from_hf(self.checkpoint.config, DTYPES[settings.precision], self.device)
         self.config.finalize_model_grads_func = _finalize_gradients
-        first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        first, last = (parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage())
         self.model: BeamModel = build_model(self.config, first, last).to(self.device)
         self.checkpoint.load_into(self.model)
         self.ddp = with_gradient_buffers(self.model)

@@ -41,6 +41,17 @@ class EngineInfo:
     log: str
 
 
+@dataclass(frozen=True)
+class EngineCounters:
+    """Since the start, but for `in_flight` and `routes_held`. The last two are of CPU engines."""
+
+    in_flight: int
+    prompt_tokens: int  # of completed requests
+    cached_prompt_tokens: int  # of these, found in the prefix cache
+    preemptions: int
+    routes_held: int  # finished responses whose routes the worker still keeps; 0 when nothing is in flight
+
+
 class Engine:
     """A sampling engine; `start` comes first."""
 
@@ -52,6 +63,7 @@ class Engine:
         self.in_flight: set[str] = set()  # vLLM's ids of unfinished requests
         self.update_state = "none"  # "none", "running", or why the weights are no longer one version
         self.admission = asyncio.Lock()
+        self.prompt_tokens = self.cached_prompt_tokens = 0
 
     async def start(self) -> EngineInfo:
         """Loads the checkpoint; returns when the engine can sample. Raises EngineStartError."""
@@ -142,9 +154,12 @@ class Engine:
         dtype, shape, raw = (await self.llm.collective_rpc("read_weight", args=(name,)))[0]
         return np.frombuffer(raw, np.uint16 if dtype == "bfloat16" else dtype).reshape(shape)
 
-    async def routes_held(self) -> int:
-        """Finished responses whose routes the worker still keeps; 0 when the engine is idle (CPU engines)."""
-        return (await self.llm.collective_rpc("routes_held"))[0]
+    async def counters(self) -> EngineCounters:
+        """What the engine has done and holds."""
+        held = preemptions = 0
+        if self._routes_come_from_worker():
+            held, preemptions = (await self.llm.collective_rpc("route_counters"))[0]
+        return EngineCounters(len(self.in_flight), self.prompt_tokens, self.cached_prompt_tokens, preemptions, held)
 
     async def stop(self) -> None:
         """Ends vLLM's processes; returns when they are gone."""
@@ -195,6 +210,8 @@ class Engine:
         for request, _, output in ended:
             if isinstance(output, Exception):
                 raise RuntimeError(f"request {request.id} failed: {output!r}; see {self.settings.log}") from output
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.cached_prompt_tokens += output.num_cached_tokens or 0
         routes = await self._routes_of([(internal_id, output) for _, internal_id, output in ended])
         return [
             make_completion(request, output.outputs[0], rows, self.version)
@@ -202,12 +219,10 @@ class Engine:
         ]
 
     async def _routes_of(self, ended: list[tuple[str, Any]]) -> list[Routes | None]:
-        from vllm.platforms import current_platform
-
         assert self.info is not None
         if not self.settings.routing_replay:
             return [None] * len(ended)
-        if not current_platform.is_cpu():
+        if not self._routes_come_from_worker():
             # vLLM reports every layer, dense ones too: keep the MoE layers by their global number.
             return [output.outputs[0].routed_experts[:, list(self.info.moe_layers)] for _, output in ended]
         ids = [internal_id for internal_id, _ in ended]
@@ -222,11 +237,15 @@ class Engine:
         if not ids or self.llm is None:
             return
         self.in_flight -= ids
+        await self.llm.abort(ids, internal=True)
+        if self._routes_come_from_worker():
+            await self.llm.collective_rpc("drop_routes", args=(list(ids),))
+
+    def _routes_come_from_worker(self) -> bool:
+        """Our own CPU worker keeps the routes; on a GPU vLLM returns them with the output."""
         from vllm.platforms import current_platform
 
-        await self.llm.abort(ids, internal=True)
-        if self.settings.routing_replay and current_platform.is_cpu():
-            await self.llm.collective_rpc("drop_routes", args=(list(ids),))
+        return self.settings.routing_replay and current_platform.is_cpu()
 
     def _refuse_during_update(self, what: str) -> None:
         if self.update_state == "running":

@@ -54,6 +54,7 @@ def set_environment(settings: EngineSettings) -> None:
         os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     process.own_children()
+    process.cache_bytecode("vllm")
 
 
 def launch(settings: EngineSettings) -> Any:

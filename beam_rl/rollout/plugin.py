@@ -11,6 +11,7 @@ def register() -> None:
 
     compat.require_supported()
     process.follow_owner()
+    process.cache_bytecode("vllm")
     if not compat.has_native_beam():
         # The class, not its name: vLLM would start another Python to look at a class that is only named.
         from beam_rl.rollout.model import BeamForCausalLM

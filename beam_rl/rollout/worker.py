@@ -17,6 +17,7 @@ class CpuWorker(CPUWorker):
     """vLLM's CPU worker with a route recorder."""
 
     recorder: RouteRecorder | None = None
+    preemptions = 0
     route_layers: list[int]
 
     def compile_or_warm_up_model(self) -> Any:
@@ -31,6 +32,7 @@ class CpuWorker(CPUWorker):
         return result
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        self.preemptions += len(scheduler_output.preempted_req_ids or ())
         if self.recorder is None:
             return super().execute_model(scheduler_output)
         self.recorder.before_step(compat.finished_requests(scheduler_output))
@@ -55,7 +57,7 @@ class CpuWorker(CPUWorker):
         for request_id in request_ids:
             self.recorder.drop(request_id)
 
-    def routes_held(self) -> int:
-        """Finished responses whose routes nobody has taken, and ids still to be ignored: 0 when the engine is idle."""
-        assert self.recorder is not None
-        return len(self.recorder.finished) + len(self.recorder.unwanted)
+    def route_counters(self) -> list[int]:
+        """[responses whose routes are kept or to be ignored: 0 when idle, preemptions since the start]."""
+        held = 0 if self.recorder is None else len(self.recorder.finished) + len(self.recorder.unwanted)
+        return [held, self.preemptions]

@@ -24,9 +24,7 @@ from beam_rl.tiny import task
 
 Dtype = Literal["fp32", "bf16"]
 TORCH_DTYPE: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-VOCABULARY = (
-    64  # the tokens left over are spelled out, so that a decoded response shows them
-)
+VOCABULARY = 64  # the tokens left over are spelled out, so that a decoded response shows them
 DENSE_LAYERS, SPARSE_LAYERS = 3, 4
 ROUTER = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
 
@@ -74,12 +72,8 @@ def fresh_model(seed: int) -> BeamForCausalLM:
     """An untrained FP32 model: embeddings N(0, 1), matrices N(0, 1/fan-in), norms 1, biases 0."""
     config = tiny_config()
     config._attn_implementation = "sdpa"
-    config._experts_implementation = (
-        "eager"  # the fastest of transformers' at this size, and has no private kernels
-    )
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # transformers' own initialisation draws from the global generator
+    config._experts_implementation = "eager"  # the fastest of transformers' at this size, and has no private kernels
+    with torch.random.fork_rng(devices=[]):  # transformers' own initialisation draws from the global generator
         model = BeamForCausalLM(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -94,9 +88,7 @@ def fresh_model(seed: int) -> BeamForCausalLM:
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token a word, words split at white space; encoding a text puts <bos> in front, as real tokenizers do."""
     words = task.TOKENS + [f"<unused{i}>" for i in range(len(task.TOKENS), VOCABULARY)]
-    tokenizer = Tokenizer(
-        WordLevel({word: i for i, word in enumerate(words)}, unk_token=task.UNK)
-    )
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=task.UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{task.BOS} $A", special_tokens=[(task.BOS, words.index(task.BOS))]
@@ -127,19 +119,12 @@ def disk_tensors(model: BeamForCausalLM, dtype: Dtype) -> dict[str, Tensor]:
             continue
         for expert, matrix in enumerate(tensor):
             if projection == "gate_up_proj":
-                parts = dict(
-                    zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
-                )
+                parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
             else:
                 parts = {projection: matrix}
-            tensors |= {
-                f"{layer}{fused}{expert}.{part}.weight": weight
-                for part, weight in parts.items()
-            }
+            tensors |= {f"{layer}{fused}{expert}.{part}.weight": weight for part, weight in parts.items()}
     return {
-        name: tensor.to(torch.float32 if name.endswith(ROUTER) else TORCH_DTYPE[dtype])
-        .contiguous()
-        .clone()
+        name: tensor.to(torch.float32 if name.endswith(ROUTER) else TORCH_DTYPE[dtype]).contiguous().clone()
         for name, tensor in tensors.items()
     }
 
@@ -154,10 +139,6 @@ def save_hf(model: BeamForCausalLM, folder: Path, dtype: Dtype) -> None:
         eos_token_id=config.eos_token_id,
         pad_token_id=config.pad_token_id,
     ).save_pretrained(folder)
-    weights = safetensors_torch.save(
-        disk_tensors(model, dtype), metadata={"format": "pt"}
-    )
-    (folder / "model.safetensors").write_bytes(
-        weights
-    )  # not save_file, which hides the file from other users
+    weights = safetensors_torch.save(disk_tensors(model, dtype), metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(weights)  # not save_file, which hides the file from other users
     tiny_tokenizer().save_pretrained(folder)

@@ -20,23 +20,17 @@ TOKENS = [PAD, BOS, EOS, *DIGITS, *TERMS, EQUALS, BOX, CLOSE, UNK]
 
 OPERANDS = 6
 PROMPT_TOKENS = OPERANDS + 2  # <bos>, the operands, =
-MAX_RESPONSE_TOKENS = (
-    16  # a complete response has 10: six totals, the box of three, <eos>
-)
+MAX_RESPONSE_TOKENS = 16  # a complete response has 10: six totals, the box of three, <eos>
 HELD_OUT_SHARE = 10  # one problem in so many is never trained on
 
-Problem = tuple[
-    str, ...
-]  # ("3", "+8", "-5", …): a digit, then signed digits; all of them tokens
+Problem = tuple[str, ...]  # ("3", "+8", "-5", …): a digit, then signed digits; all of them tokens
 
 
 @dataclass(frozen=True)
 class Demonstrator:
     """How the teacher of the warm start errs: it is what RL then has to repair."""
 
-    slip: float = (
-        0.12  # probability that a running total comes out one too high or too low
-    )
+    slip: float = 0.12  # probability that a running total comes out one too high or too low
     direct: float = 0.2  # probability of answering without running totals (right as often as a slip allows)
 
 
@@ -74,15 +68,11 @@ def prompt_tokens(problem: Problem) -> list[str]:
     return [BOS, *problem, EQUALS]
 
 
-def demonstration(
-    rng: random.Random, problem: Problem, teacher: Demonstrator
-) -> list[str]:
+def demonstration(rng: random.Random, problem: Problem, teacher: Demonstrator) -> list[str]:
     """A teacher's response: first digit, running totals, the last one again in a box, <eos>."""
 
     def slipped(total: int) -> int:
-        return (
-            (total + rng.choice((1, -1))) % 10 if rng.random() < teacher.slip else total
-        )
+        return (total + rng.choice((1, -1))) % 10 if rng.random() < teacher.slip else total
 
     if rng.random() < teacher.direct:
         return [BOX, str(slipped(solve(problem))), CLOSE, EOS]

@@ -62,9 +62,7 @@ def demonstration_batch(rng: random.Random, schedule: Schedule) -> Tensor:
     rows = []
     for _ in range(schedule.batch):
         problem = task.draw_problem(rng, held_out=False)
-        words = task.prompt_tokens(problem) + task.demonstration(
-            rng, problem, schedule.teacher
-        )
+        words = task.prompt_tokens(problem) + task.demonstration(rng, problem, schedule.teacher)
         rows.append([IDS[word] for word in words])
     width = max(map(len, rows))
     return torch.tensor([row + [IDS[task.PAD]] * (width - len(row)) for row in rows])
@@ -84,9 +82,7 @@ def warm_start(
         {"params": matrices, "weight_decay": schedule.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
-        groups, lr=schedule.lr, betas=(schedule.beta1, schedule.beta2), fused=True
-    )
+    optimizer = torch.optim.AdamW(groups, lr=schedule.lr, betas=(schedule.beta1, schedule.beta2), fused=True)
     loss = torch.tensor(math.nan)
     model.train()
     for step in range(schedule.steps):
@@ -94,12 +90,8 @@ def warm_start(
             group["lr"] = schedule.lr_at(step)
         ids = demonstration_batch(rng, schedule)
         targets = ids[:, task.PROMPT_TOKENS :]
-        logits = model(
-            input_ids=ids[:, :-1], use_cache=False, logits_to_keep=targets.shape[1]
-        ).logits
-        loss = functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IDS[task.PAD]
-        )
+        logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=targets.shape[1]).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IDS[task.PAD])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), schedule.clip_grad)
@@ -114,16 +106,12 @@ def sample_responses(
     model: BeamForCausalLM, problems: Sequence[Problem], generator: torch.Generator
 ) -> list[list[str]]:
     """One response to each problem at temperature 1: its tokens, <eos> included where it came within the limit."""
-    tokens = torch.tensor(
-        [[IDS[word] for word in task.prompt_tokens(problem)] for problem in problems]
-    )
+    tokens = torch.tensor([[IDS[word] for word in task.prompt_tokens(problem)] for problem in problems])
     cache = DynamicCache(config=model.config)
     ended = torch.zeros(len(problems), dtype=torch.bool)
     columns: list[Tensor] = []
     for _ in range(task.MAX_RESPONSE_TOKENS):
-        logits = model(
-            input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
-        ).logits[:, -1]
+        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         tokens = torch.multinomial(logits.float().softmax(-1), 1, generator=generator)
         columns.append(tokens[:, 0].masked_fill(ended, IDS[task.PAD]))
         ended |= tokens[:, 0] == IDS[task.EOS]
@@ -131,9 +119,7 @@ def sample_responses(
             break
     words = task.TOKENS + [task.UNK] * (model.config.vocab_size - len(task.TOKENS))
     responses = [[words[i] for i in row] for row in torch.stack(columns, 1).tolist()]
-    return [
-        row[: row.index(task.EOS) + 1] if task.EOS in row else row for row in responses
-    ]
+    return [row[: row.index(task.EOS) + 1] if task.EOS in row else row for row in responses]
 
 
 def accuracy(
@@ -144,9 +130,7 @@ def accuracy(
     model.eval()
     repeated = [problem for problem in problems for _ in range(samples)]
     rewards = []
-    for problem, words in zip(
-        repeated, sample_responses(model, repeated, generator), strict=True
-    ):
+    for problem, words in zip(repeated, sample_responses(model, repeated, generator), strict=True):
         reason = "stop" if words[-1] == task.EOS else "length"
         text = " ".join(word for word in words if word != task.EOS)
         rewards.append(toy_score(text, str(task.solve(problem)), reason))

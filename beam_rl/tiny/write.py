@@ -80,9 +80,7 @@ def write_tiny(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     parameters = sum(p.numel() for p in model.parameters())
-    return TinyReport(
-        out, parameters, loss, average, best, time.perf_counter() - started
-    )
+    return TinyReport(out, parameters, loss, average, best, time.perf_counter() - started)
 
 
 def load(folder: Path, dtype: Dtype) -> BeamForCausalLM:
@@ -90,9 +88,7 @@ def load(folder: Path, dtype: Dtype) -> BeamForCausalLM:
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # the caller draws the only bar
     try:
-        return BeamForCausalLM.from_pretrained(
-            folder, dtype=TORCH_DTYPE[dtype], experts_implementation="eager"
-        )
+        return BeamForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPE[dtype], experts_implementation="eager")
     finally:
         if had_bars:
             logging.enable_progress_bar()
@@ -114,10 +110,7 @@ def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
     with path.open("w") as file:
         for problem in problems:
             messages = [{"role": "user", "content": " ".join(problem)}]
-            file.write(
-                json.dumps({"prompt": messages, "answer": str(task.solve(problem))})
-                + "\n"
-            )
+            file.write(json.dumps({"prompt": messages, "answer": str(task.solve(problem))}) + "\n")
 
 
 def cache_root() -> Path:
@@ -128,7 +121,7 @@ def cache_root() -> Path:
 
 
 def fingerprint() -> str:
-    """A short hash of all that decides the files' content besides seed and dtype: our code and the libraries' versions."""
+    """A short hash of what decides the files' content besides seed and dtype: our code, the libraries' versions."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
@@ -154,14 +147,10 @@ def cached_tiny(
     """
     root = cache_root()
     root.mkdir(parents=True, exist_ok=True)
-    key = hashlib.sha256(
-        f"{fingerprint()} {schedule or Schedule()}".encode()
-    ).hexdigest()[:12]
+    key = hashlib.sha256(f"{fingerprint()} {schedule or Schedule()}".encode()).hexdigest()[:12]
     folder = root / f"tiny-seed{seed}-{dtype}-{key}"
     with (root / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(
-            lock, fcntl.LOCK_EX
-        )  # released when the file closes, also if this process is killed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also if this process is killed
         if not folder.exists():
             write_tiny(folder, seed, progress, dtype=dtype, schedule=schedule)
     return folder

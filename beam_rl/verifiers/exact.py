@@ -30,9 +30,7 @@ from sympy.core.relational import (
 from sympy.logic.boolalg import And
 
 DIGITS = 60  # evaluated
-AGREE = Rational(
-    1, 10**40
-)  # largest relative difference of two evaluations of one number
+AGREE = Rational(1, 10**40)  # largest relative difference of two evaluations of one number
 
 
 def with_exact_decimals(expression: Any) -> Any:
@@ -45,14 +43,8 @@ def with_exact_decimals(expression: Any) -> Any:
 def with_shared_symbols(a: Any, b: Any) -> tuple[Any, Any]:
     """Both expressions with one symbol per name: the parser takes x for complex where an i stands beside it."""
     symbols = a.free_symbols | b.free_symbols
-    by_name = {
-        s.name: [t for t in symbols if t.name == s.name]
-        for s in symbols
-        if isinstance(s, Symbol)
-    }
-    swap = {
-        t: Symbol(name) for name, same in by_name.items() if len(same) > 1 for t in same
-    }
+    by_name = {s.name: [t for t in symbols if t.name == s.name] for s in symbols if isinstance(s, Symbol)}
+    swap = {t: Symbol(name) for name, same in by_name.items() if len(same) > 1 for t in same}
     return a.xreplace(swap), b.xreplace(swap)
 
 
@@ -62,25 +54,14 @@ def differ(a: Any, b: Any) -> bool:
     False decides nothing: they may be equal, or evaluation may not be possible.
     """
     if isinstance(a, MatrixBase) and isinstance(b, MatrixBase):
-        return a.shape != b.shape or any(
-            differ(x, y) for x, y in zip(a.flat(), b.flat(), strict=True)
-        )
+        return a.shape != b.shape or any(differ(x, y) for x, y in zip(a.flat(), b.flat(), strict=True))
     if not (isinstance(a, Expr) and isinstance(b, Expr)):
         return False
-    names = sorted(
-        {s.name for s in a.free_symbols | b.free_symbols if isinstance(s, Symbol)}
-    )
+    names = sorted({s.name for s in a.free_symbols | b.free_symbols if isinstance(s, Symbol)})
     # Positive irregular fractions: no accidental zeros, and inside the domain of roots and logarithms.
     for offset in (Rational(3, 7), Rational(29, 11)) if names else (Rational(0),):
-        values = {
-            name: offset + Rational(13 * (i + 1), 17) for i, name in enumerate(names)
-        }
-        x, y = (
-            evaluate(
-                e.subs({s: values[s.name] for s in e.free_symbols if s.name in values})
-            )
-            for e in (a, b)
-        )
+        values = {name: offset + Rational(13 * (i + 1), 17) for i, name in enumerate(names)}
+        x, y = (evaluate(e.subs({s: values[s.name] for s in e.free_symbols if s.name in values})) for e in (a, b))
         if x is not None and y is not None and abs(x - y) > AGREE * max(abs(x), abs(y)):
             return True
     return False
@@ -88,9 +69,7 @@ def differ(a: Any, b: Any) -> bool:
 
 def evaluate(expression: Expr) -> Expr | None:
     """The number with `DIGITS` digits (complex numbers too), or None where it has no finite value."""
-    number = expression.evalf(
-        DIGITS
-    )  # before doit(), which writes out all digits of a factorial
+    number = expression.evalf(DIGITS)  # before doit(), which writes out all digits of a factorial
     if not _is_finite(number):
         number = expression.doit().evalf(DIGITS)
     return number if _is_finite(number) else None
@@ -106,20 +85,9 @@ Part = tuple[str, Expr]  # how an expression relates to 0: "==", "!=", ">" or ">
 def relation_parts(relation: Basic) -> list[Part] | None:
     """An equation, inequality or chain of them as expressions compared with 0; None where it is something else."""
     if isinstance(relation, And):
-        parts = [
-            relation_parts(arg)
-            for arg in getattr(relation, "_unsorted_args", relation.args)
-        ]
-        return (
-            None
-            if any(p is None for p in parts)
-            else [part for p in parts if p for part in p]
-        )
-    if not (
-        isinstance(relation, Relational)
-        and isinstance(relation.lhs, Expr)
-        and isinstance(relation.rhs, Expr)
-    ):
+        parts = [relation_parts(arg) for arg in getattr(relation, "_unsorted_args", relation.args)]
+        return None if any(p is None for p in parts) else [part for p in parts if p for part in p]
+    if not (isinstance(relation, Relational) and isinstance(relation.lhs, Expr) and isinstance(relation.rhs, Expr)):
         return None
     difference = relation.lhs - relation.rhs
     signs: dict[type, Part] = {
@@ -134,7 +102,7 @@ def relation_parts(relation: Basic) -> list[Part] | None:
 
 
 def relations_equal(a: Sequence[Part], b: Sequence[Part]) -> bool:
-    """Whether the relations pair off so that each pair says the same: `==` up to any factor, `>` up to a positive one."""
+    """Whether the relations pair off, each pair saying the same: `==` up to any factor, `>` up to a positive one."""
     return pair_off(a, b, _same_relation)
 
 

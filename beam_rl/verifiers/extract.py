@@ -6,9 +6,7 @@ Plain string work that takes time linear in the response. Knows nothing about wh
 import re
 
 _BARE = re.compile(r"\s*(-?[\w.,/]+)")  # `\boxed 5`, as TeX allows for a single token
-_ANSWER_LINE = re.compile(
-    r"\banswer\b[*_]{0,3}[ \t]*:[*_]{0,3}[ \t]*([^\n]*)(\n?)", re.IGNORECASE
-)
+_ANSWER_LINE = re.compile(r"\banswer\b[*_]{0,3}[ \t]*:[*_]{0,3}[ \t]*([^\n]*)(\n?)", re.IGNORECASE)
 
 
 def extract_answer(text: str, finished: bool = True) -> str | None:

@@ -11,7 +11,8 @@ MAX_ITEMS = 64  # of a list that is compared element by element
 
 _PLAIN = [  # (pattern, replacement), in this order
     (re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![a-zA-Z])"), ""),
-    (re.compile(r"\\[!,;:]|\\q?quad(?![a-zA-Z])|\\ |~|\u00a0"), " "),
+    (re.compile(r"\\!"), ""),
+    (re.compile(r"\\[,;:]|\\q?quad(?![a-zA-Z])|\\ |~|\u00a0"), " "),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\{,\}"), ","),
@@ -20,9 +21,7 @@ _PLAIN = [  # (pattern, replacement), in this order
     (re.compile(r"\\langle(?![a-zA-Z])"), "("),
     (re.compile(r"\\rangle(?![a-zA-Z])"), ")"),
     (
-        re.compile(
-            r"\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
-        ),
+        re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"),
         ",",
     ),
     (re.compile(r"\s*,(?:\s*,)+\s*"), ", "),
@@ -31,15 +30,46 @@ _PLAIN = [  # (pattern, replacement), in this order
     (re.compile("\u2212"), "-"),
 ]
 _MEMBER = re.compile(r"^[a-zA-Z]\s*\\in(?![a-zA-Z])\s*")
-_THOUSANDS = re.compile(r"-?\d{1,3}(?:,\s?\d{3})+(?:\.\d+)?")
+_THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _SPACED_THOUSANDS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*(?:\\?%|percent)\s*\}|percent)\s*$")
-_TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{\s*([^{}]*?)\s*\}"
-)
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{\s*([^{}]*?)\s*\}")
 _UNIT = re.compile(
     r"[\d})]\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{\s*([^{}]*?)\s*\}|(?<= )([a-zA-Z]{2,}))((?:\^\s*\{?\s*\d\s*\}?)?)$"
 )
+_UNIT_NAMES = {
+    name: names.split()[0]
+    for names in (
+        "mm millimeter millimeters millimetre millimetres",
+        "cm centimeter centimeters centimetre centimetres",
+        "m meter meters metre metres",
+        "km kilometer kilometers kilometre kilometres",
+        "inch inches in",
+        "foot feet ft",
+        "yard yards yd",
+        "mile miles mi",
+        "mg milligram milligrams",
+        "g gram grams",
+        "kg kilogram kilograms",
+        "pound pounds lb lbs",
+        "ounce ounces oz",
+        "ml milliliter milliliters millilitre millilitres",
+        "l liter liters litre litres",
+        "s sec second seconds",
+        "min minute minutes",
+        "h hr hrs hour hours",
+        "day days",
+        "week weeks",
+        "month months",
+        "year years yr yrs",
+        "cent cents",
+        "dollar dollars",
+        "mph",
+        "degree degrees",
+        "radian radians rad",
+    )
+    for name in names.split()
+}
 _DECIMAL = re.compile(r"[+-]?(\d*)\.(\d+)")
 _TIME = re.compile(r"\d{1,2}:\d\d(?:\s*[ap]\.?m\.?)?", re.IGNORECASE)
 _OPEN, _CLOSE = "([{", ")]}"
@@ -77,7 +107,7 @@ def is_words(text: str) -> bool:
     if _TIME.fullmatch(plain):
         return True
     letters_only = re.fullmatch(r"[A-Za-z][A-Za-z .'-]*", plain) is not None
-    return letters_only and (plain != text.strip() and len(plain) > 1 or len(plain) > 2)
+    return letters_only and ((plain != text.strip() and len(plain) > 1) or len(plain) > 2)
 
 
 def without_percent(text: str) -> tuple[str, bool]:
@@ -87,14 +117,14 @@ def without_percent(text: str) -> tuple[str, bool]:
 
 
 def unit_of(text: str) -> str:
-    """The unit after a number (`cm^2` of `5\\text{ cm}^2`), or the base of a subscripted numeral; "" without."""
+    """The known unit after a number (`cm^2` of `5\\text{ cm}^2`), or the base of a subscripted numeral; "" without."""
     if base := re.search(r"\d\s*_\s*\{?\s*(\d+)\s*\}?$", text):
         return f"base {base[1]}"
     match = _UNIT.search(text)
     if not match:
         return ""
-    word = (match[1] or match[2] or "").strip(" .").lower()
-    return word.removesuffix("s") + re.sub(r"[\s{}]", "", match[3]) if word else ""
+    unit = _UNIT_NAMES.get((match[1] or match[2] or "").strip(" .").lower(), "")
+    return unit + re.sub(r"[\s{}]", "", match[3]) if unit else ""
 
 
 def decimal_digits(text: str) -> tuple[int, int]:
@@ -118,11 +148,7 @@ def as_listing(text: str) -> Listing | None:
     pieces = _split(text, r"\cup")
     if len(pieces) > 1:
         return _listing("union", pieces)
-    if (
-        text.startswith(r"\{")
-        and text.endswith(r"\}")
-        and _closing(text, 1) == len(text) - 1
-    ):
+    if text.startswith(r"\{") and text.endswith(r"\}") and _closing(text, 1) == len(text) - 1:
         inner = text[2:-2].strip()
         return _listing("set", _plus_minus(_split(inner, ",;")) if inner else [])
     if text[0] in "([" and text[-1] in ")]" and _closing(text, 0) == len(text) - 1:
@@ -141,9 +167,7 @@ def _plus_minus(items: list[str]) -> list[str]:
     result = []
     for item in items:
         both = item.count(r"\pm") == 1 and r"\mp" not in item
-        result += (
-            [item.replace(r"\pm", sign).strip() for sign in "+-"] if both else [item]
-        )
+        result += [item.replace(r"\pm", sign).strip() for sign in "+-"] if both else [item]
     return [item.removeprefix("+").strip() for item in result]
 
 
@@ -163,9 +187,7 @@ def _split(text: str, separators: str) -> list[str]:
     parts, depth, start = [], 0, 0
     for i, character in enumerate(text):
         depth += (character in _OPEN) - (character in _CLOSE)
-        if depth == 0 and (
-            text.startswith(separators, i) if step > 1 else character in separators
-        ):
+        if depth == 0 and (text.startswith(separators, i) if step > 1 else character in separators):
             parts.append(text[start:i].strip())
             start = i + step
     return [*parts, text[start:].strip()]

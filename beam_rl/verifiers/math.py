@@ -10,6 +10,7 @@ hostile answer can take for ever: only `pool.py` calls this on model output, in 
 
 import logging
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -27,8 +28,8 @@ from beam_rl.verifiers.latex import (
     normalise,
     squash,
     unit_of,
+    without_percent,
 )
-from beam_rl.verifiers.latex import without_percent
 
 LATEX_ONLY = [LatexExtractionConfig(boxed_match_priority=0)]
 _INTEGER = re.compile(r"-?\d+")
@@ -52,12 +53,17 @@ def math_equal(gold: str, answer: str) -> bool:
     golds, answers = as_listing(gold), as_listing(answer)
     if golds and answers:
         return _listings_equal(golds, answers)
-    if (golds or answers) and not _has_relation(gold + answer):
-        one = golds or answers
-        if one is None or one.kind != "set" or len(one.items) != 1:
-            return False
-        return math_equal(*((one.items[0], answer) if golds else (gold, one.items[0])))
+    if (golds or answers) and not _has_relation(gold + answer):  # (1, 2) and 1 < x < 2 are Math-Verify's to judge
+        gold, answer = _only_element(golds, gold), _only_element(answers, answer)
+        return bool(gold and answer) and math_equal(gold, answer)
     return _single_equal(gold, answer)
+
+
+def _only_element(listing: Listing | None, text: str) -> str:
+    r"""5 of \{5\}; a single answer as it is; "" for a listing of more."""
+    if listing is None:
+        return text
+    return listing.items[0] if listing.kind == "set" and len(listing.items) == 1 else ""
 
 
 def _listings_equal(gold: Listing, answer: Listing) -> bool:
@@ -66,12 +72,8 @@ def _listings_equal(gold: Listing, answer: Listing) -> bool:
         return False
     if kinds <= {"set", "bare"} or kinds == {"union"}:
         return exact.pair_off(gold.items, answer.items, math_equal)
-    if (
-        len(kinds) == 1 or kinds & {"bare"} and not kinds & {"union"}
-    ):  # (1, 2) = (1, 2) = 1, 2 ≠ [1, 2)
-        return all(
-            math_equal(g, a) for g, a in zip(gold.items, answer.items, strict=True)
-        )
+    if len(kinds) == 1 or (kinds & {"bare"} and not kinds & {"union"}):  # (1, 2) = (1, 2) = 1, 2 ≠ [1, 2)
+        return all(math_equal(g, a) for g, a in zip(gold.items, answer.items, strict=True))
     return False
 
 
@@ -83,28 +85,18 @@ def _single_equal(gold: str, answer: str) -> bool:
     """One value, expression, relation or word against another."""
     gold_number, gold_percent = without_percent(gold)
     answer_number, answer_percent = without_percent(answer)
-    if (
-        gold_percent or answer_percent
-    ):  # 50 % is 50 where the question asks for percents, and 0.5
-        hundredths = (
-            rf"\frac{{{gold_number if gold_percent else answer_number}}}{{100}}"
-        )
-        pair = (
-            (hundredths, answer_number) if gold_percent else (gold_number, hundredths)
-        )
+    if gold_percent or answer_percent:  # 50 % is 50 where the question asks for percents, and 0.5
+        hundredths = rf"\frac{{{gold_number if gold_percent else answer_number}}}{{100}}"
+        pair = (hundredths, answer_number) if gold_percent else (gold_number, hundredths)
         one_sided = gold_percent != answer_percent
-        return math_equal(gold_number, answer_number) or (
-            one_sided and math_equal(*pair)
-        )
+        return math_equal(gold_number, answer_number) or (one_sided and math_equal(*pair))
     gold_unit, answer_unit = unit_of(gold), unit_of(answer)
     if gold_unit and answer_unit and gold_unit != answer_unit:
-        return False
+        return False  # a missing or unknown unit is forgiven
     if is_words(gold) or is_words(answer):
         return False  # words are right only to the letter, and that was not the case
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
-        return _leading_zeros_off(gold) == _leading_zeros_off(
-            answer
-        )  # the common case, without a parser
+        return _leading_zeros_off(gold) == _leading_zeros_off(answer)  # the common case, without a parser
     return _expressions_equal(gold, answer)
 
 
@@ -129,32 +121,23 @@ def _expressions_equal(gold_latex: str, answer_latex: str) -> bool:
     if gold is None or answer is None:
         return False
     gold, answer = exact.with_shared_symbols(gold, answer)
-    golds, answers = (
-        exact.relation_parts(_chain_ends(exact.with_exact_decimals(e)))
-        for e in (gold, answer)
-    )
+    golds, answers = (exact.relation_parts(_chain_ends(exact.with_exact_decimals(e))) for e in (gold, answer))
     if golds is not None and answers is not None:
         return exact.relations_equal(golds, answers)
-    if isinstance(answer, Eq) and not isinstance(gold, Relational | And | Set):
-        if not answer.lhs.free_symbols and exact.differ(answer.lhs, answer.rhs):
-            return False  # 9 = 5 is not 5
+    names_no_unknown = isinstance(answer, Eq) and not answer.lhs.free_symbols
+    if names_no_unknown and not isinstance(gold, Relational | And | Set) and exact.differ(answer.lhs, answer.rhs):
+        return False  # 9 = 5 is not 5
     if _rounds(gold_latex, answer_latex, gold, answer):
         return True
-    exact_gold, exact_answer = (
-        exact.with_exact_decimals(_right_side(e)) for e in (gold, answer)
-    )
+    exact_gold, exact_answer = (exact.with_exact_decimals(_right_side(e)) for e in (gold, answer))
     if exact.differ(exact_gold, exact_answer):
         return False
-    return bool(
-        verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
-    )
+    return bool(verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True))
 
 
 def _chain_ends(expression: Any) -> Any:
     """x = 2 + 3 = 5 as x = 5; anything else unchanged."""
-    parts = (
-        getattr(expression, "_unsorted_args", ()) if isinstance(expression, And) else ()
-    )
+    parts: Sequence[Any] = getattr(expression, "_unsorted_args", ()) if isinstance(expression, And) else ()
     if len(parts) > 1 and all(isinstance(part, Eq) for part in parts):
         return Eq(parts[0].lhs, parts[-1].rhs, evaluate=False)
     return expression
@@ -168,21 +151,13 @@ def _right_side(expression: Any) -> Any:
 
 def _rounds(gold_latex: str, answer_latex: str, gold: Any, answer: Any) -> bool:
     """Whether one of the two is a decimal that correctly rounds the other, and Math-Verify takes them for equal too."""
-    steps = [
-        Rational(1, 10**places)
-        for text in (gold_latex, answer_latex)
-        for places, significant in [decimal_digits(text)]
-        if significant >= SURE_DIGITS
-    ]
-    if not steps:
+    decimals = [decimal_digits(text) for text in (gold_latex, answer_latex)]
+    places = [places for places, significant in decimals if significant >= SURE_DIGITS]
+    if not places:
         return False
-    values = [
-        exact.evaluate(exact.with_exact_decimals(_right_side(e)))
-        for e in (gold, answer)
-    ]
-    if (
-        any(v is None or not v.is_real for v in values)
-        or abs(values[0] - values[1]) > max(steps) / 2
-    ):
+    a, b = (exact.evaluate(exact.with_exact_decimals(_right_side(e))) for e in (gold, answer))
+    if a is None or b is None or not a.is_real or not b.is_real:
+        return False
+    if abs(a - b) > Rational(1, 2 * 10 ** min(places)):
         return False
     return bool(verify(gold, answer, timeout_seconds=None))

@@ -4,6 +4,7 @@ Promises one verdict per item, in order, within the time limit of each, whatever
 second reward, no alarm signal in this process, from any thread. Knows nothing about mathematics.
 """
 
+import contextlib
 import json
 import os
 import selectors
@@ -42,9 +43,7 @@ class VerifierPool:
         timeouts: answers, since the pool began, that ran past the limit and scored 0.
     """
 
-    def __init__(
-        self, workers: int = 2, timeout_s: float = 5.0, memory_bytes: int = MEMORY_BYTES
-    ) -> None:
+    def __init__(self, workers: int = 2, timeout_s: float = 5.0, memory_bytes: int = MEMORY_BYTES) -> None:
         self.timeouts = 0
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
@@ -59,13 +58,9 @@ class VerifierPool:
         verdicts: list[Verdict | None] = [None] * len(items)
         waiting: deque[tuple[int, str]] = deque()
         for i, item in enumerate(items):
-            answer = extract_answer(
-                item.response, finished=item.finish_reason != "length"
-            )
+            answer = extract_answer(item.response, finished=item.finish_reason != "length")
             if len(item.gold) > MAX_ANSWER_CHARACTERS:
-                verdicts[i] = Verdict(
-                    0.0, error=f"the gold answer has {len(item.gold)} characters"
-                )
+                verdicts[i] = Verdict(0.0, error=f"the gold answer has {len(item.gold)} characters")
             elif answer is None or len(answer) > MAX_ANSWER_CHARACTERS:
                 verdicts[i] = Verdict(0.0)
             else:
@@ -92,9 +87,7 @@ class VerifierPool:
 
     def _start(self) -> None:
         package_root = str(Path(beam_rl.__file__).parents[1])
-        path = os.pathsep.join(
-            filter(None, [package_root, os.environ.get("PYTHONPATH")])
-        )
+        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -125,10 +118,8 @@ class VerifierPool:
         worker.process.kill()
         status = worker.process.wait()
         worker.process.stdout.close()
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it died with a line unread
             worker.process.stdin.close()
-        except BrokenPipeError:  # it died with a line unread
-            pass
         return status
 
     def _hand_out(self, waiting: deque[tuple[int, str]]) -> None:
@@ -149,25 +140,14 @@ class VerifierPool:
 
     def _collect(self) -> list[tuple[int, Verdict]]:
         """Waits for a reply, a start or a deadline; returns the verdicts that have come to be."""
-        busy = [
-            worker
-            for worker in self._workers
-            if worker.item is not None or not worker.ready
-        ]
-        patience = (
-            min((worker.deadline for worker in busy), default=time.monotonic())
-            - time.monotonic()
-        )
+        busy = [worker for worker in self._workers if worker.item is not None or not worker.ready]
+        patience = min((worker.deadline for worker in busy), default=time.monotonic()) - time.monotonic()
         verdicts = []
         for key, _ in self._selector.select(max(0.0, patience)):
             verdicts += self._hear(key.data)
-        for worker in [
-            w for w in self._workers if w in busy and time.monotonic() >= w.deadline
-        ]:
+        for worker in [w for w in self._workers if w in busy and time.monotonic() >= w.deadline]:
             if not worker.ready:
-                raise RuntimeError(
-                    f"verifier.workers: a grading process did not start in {START_LIMIT_S:.0f} s"
-                )
+                raise RuntimeError(f"verifier.workers: a grading process did not start in {START_LIMIT_S:.0f} s")
             if worker.item is None:
                 continue
             self.timeouts += 1
@@ -184,24 +164,14 @@ class VerifierPool:
         if not line.endswith("\n"):
             status = self._stop(worker)
             if not worker.ready:
-                raise RuntimeError(
-                    f"verifier.workers: a grading process ended at its start (exit status {status})"
-                )
+                raise RuntimeError(f"verifier.workers: a grading process ended at its start (exit status {status})")
             self._start()
-            return (
-                []
-                if index is None
-                else [
-                    (index, Verdict(0.0, error=f"the grading process died ({status})"))
-                ]
-            )
+            return [] if index is None else [(index, Verdict(0.0, error=f"the grading process died ({status})"))]
         if index is None:
             worker.ready = True
             return []
         reply = json.loads(line)
-        if reply["error"] and reply["error"].startswith(
-            "MemoryError"
-        ):  # what it left half done is not to be trusted
+        if reply["error"] and reply["error"].startswith("MemoryError"):  # what it left half done is not to be trusted
             self._stop(worker)
             self._start()
         return [(index, Verdict(float(reply["right"]), error=reply["error"]))]

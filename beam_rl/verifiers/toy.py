@@ -15,9 +15,7 @@ _RESPONSE = re.compile(r"(?:\d )*\\boxed\{ (\d) \}")
 def toy_score(response: str, gold: str, finish_reason: str) -> float:
     """1.0 for a response of exactly the task's form whose box holds `gold` and that ended by itself, else 0.0."""
     match = _RESPONSE.fullmatch(response.strip())
-    return float(
-        match is not None and match[1] == gold.strip() and finish_reason == "stop"
-    )
+    return float(match is not None and match[1] == gold.strip() and finish_reason == "stop")
 
 
 class ToyVerifier:
@@ -27,10 +25,7 @@ class ToyVerifier:
 
     def score(self, items: Sequence[VerifyItem]) -> list[Verdict]:
         """One verdict per item, in order."""
-        return [
-            Verdict(toy_score(item.response, item.gold, item.finish_reason))
-            for item in items
-        ]
+        return [Verdict(toy_score(item.response, item.gold, item.finish_reason)) for item in items]
 
     def close(self) -> None:
         """Holds nothing."""

@@ -14,9 +14,7 @@ import sys
 def main(memory_bytes: int, cpu_s: float) -> None:
     """Prints `ready`, then one verdict for each {"gold", "answer"}."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(
-        sys.stderr.fileno(), sys.stdout.fileno()
-    )  # what a library prints must not be taken for a verdict
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not be taken for a verdict
     from beam_rl.verifiers.math import math_equal
 
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -32,9 +30,7 @@ def main(memory_bytes: int, cpu_s: float) -> None:
         right = False
         try:
             right = math_equal(item["gold"], item["answer"])
-        except (
-            Exception
-        ) as exception:  # whatever a strange answer does to the parser: it is not right
+        except Exception as exception:  # whatever a strange answer does to the parser: it is not right
             error = f"{type(exception).__name__}: {str(exception)[:200]}"
         print(json.dumps({"right": right, "error": error}), file=replies)
 

@@ -1,0 +1,240 @@
+"""The sampling engine against transformers: real vLLM engines in Ray actors, a tiny random Beam."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from rollout_fixtures import EOS, VOCABULARY, Engines, Reference, RunningEngine
+from safetensors.torch import load_file
+
+from beam_rl.rollout.sync.transport import SyncStats, WeightSender
+from beam_rl.samples import Completion, Request
+
+pytest_plugins = ["rollout_fixtures"]
+
+LOGP_TOLERANCE = 1e-5
+
+
+def requests(count: int, prompt: int, response: int, seed: int, temperature: float = 1.0) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    draw = lambda: rng.integers(3, VOCABULARY, prompt).tolist()  # noqa: E731
+    return [Request(f"{seed}-{i}", draw(), 1000 * seed + i, response, temperature) for i in range(count)]
+
+
+def assert_agrees(reference: Reference, asked: list[Request], got: dict[str, Completion]) -> None:
+    """Log-probabilities and expert sets of every completion are transformers' own; there is a row for each token."""
+    assert set(got) == {r.id for r in asked}
+    for request in asked:
+        done = got[request.id]
+        logp, routes = reference.score(request.prompt_ids, done.token_ids, request.temperature)
+        np.testing.assert_allclose(done.logp, logp, atol=LOGP_TOLERANCE, rtol=0)
+        assert done.routes is not None and done.routes.dtype == np.uint8
+        assert len(done.routes) == len(request.prompt_ids) + len(done.token_ids) - 1
+        np.testing.assert_array_equal(np.sort(done.routes, -1), routes)
+
+
+def test_logp_and_routes_are_those_of_transformers(engines: Engines, references: dict[str, Reference]) -> None:
+    asked = requests(48, prompt=8, response=16, seed=1)
+    assert_agrees(references["old"], asked, engines.fp32.sample(asked))
+
+
+def test_routes_name_global_layers(engines: Engines) -> None:
+    assert engines.fp32.info.moe_layers == (3, 4, 5, 6)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_logp_is_of_the_distribution_sampled_from(
+    engines: Engines, references: dict[str, Reference], temperature: float
+) -> None:
+    asked = requests(8, prompt=8, response=8, seed=2, temperature=temperature)
+    assert_agrees(references["old"], asked, engines.fp32.sample(asked))
+
+
+def test_temperature_zero_takes_the_most_likely_token(engines: Engines, references: dict[str, Reference]) -> None:
+    asked = requests(4, prompt=8, response=8, seed=3, temperature=0.0)
+    for request in asked:
+        done = engines.fp32.sample([request])[request.id]
+        ids = torch.tensor([[*request.prompt_ids, *done.token_ids.tolist()]])
+        with torch.no_grad():
+            best = references["old"].model(ids[:, :-1]).logits[0, 7:].argmax(-1)
+        np.testing.assert_array_equal(done.token_ids, best.numpy())
+
+
+def test_response_ends_with_the_stop_token_or_at_its_length(engines: Engines) -> None:
+    got = engines.fp32.sample(requests(60, prompt=4, response=60, seed=4)).values()
+    stopped = [c for c in got if c.finish_reason == "stop"]
+    assert stopped and len(stopped) < len(got)
+    for done in got:
+        assert len(done.logp) == len(done.token_ids)
+        assert EOS not in done.token_ids[:-1]
+        assert (done.token_ids[-1] == EOS) if done.finish_reason == "stop" else len(done.token_ids) == 60
+
+
+def test_chunked_prefill_and_prefix_cache_hits_keep_every_row(
+    engines: Engines, references: dict[str, Reference]
+) -> None:
+    asked = requests(3, prompt=150, response=10, seed=5)  # prompts longer than a step holds
+    assert_agrees(references["old"], asked, engines.fp32.sample(asked))
+    before = engines.fp32.call("counters")
+    again = [Request(f"again-{r.id}", r.prompt_ids, r.seed + 1, r.max_tokens, r.temperature) for r in asked[-1:]]
+    assert_agrees(references["old"], again, engines.fp32.sample(again))
+    assert engines.fp32.call("counters").cached_prompt_tokens - before.cached_prompt_tokens >= 128
+
+
+def test_preempted_requests_keep_every_row_and_their_random_numbers(
+    engines: Engines, references: dict[str, Reference]
+) -> None:
+    asked = requests(40, prompt=30, response=40, seed=6)
+    before = engines.fp32.call("counters").preemptions
+    got = engines.fp32.sample(asked)
+    assert engines.fp32.call("counters").preemptions > before
+    assert_agrees(references["old"], asked, got)
+    alone = engines.fp32.sample(asked[-1:])
+    np.testing.assert_array_equal(alone[asked[-1].id].token_ids, got[asked[-1].id].token_ids)
+
+
+def test_same_seeds_give_the_same_tokens_in_any_order_and_batch(engines: Engines) -> None:
+    asked = requests(24, prompt=8, response=12, seed=7)
+    first = engines.fp32.sample(asked)
+    for others in (asked[::-1], asked[5:6], asked[:7]):
+        for name, done in engines.fp32.sample(others).items():
+            np.testing.assert_array_equal(done.token_ids, first[name].token_ids)
+            np.testing.assert_allclose(done.logp, first[name].logp, atol=LOGP_TOLERANCE, rtol=0)
+
+
+def test_same_batch_gives_the_same_bits(engines: Engines) -> None:
+    asked = requests(24, prompt=8, response=12, seed=8)
+    first, second = engines.fp32.sample(asked), engines.fp32.sample(asked)
+    for name, done in first.items():
+        assert done.logp.tobytes() == second[name].logp.tobytes()
+
+
+def test_other_seeds_give_other_tokens(engines: Engines) -> None:
+    prompt = requests(1, prompt=8, response=12, seed=9)[0].prompt_ids
+    got = engines.fp32.sample([Request(f"s{i}", prompt, i, 12, 1.0) for i in range(8)])
+    assert len({c.token_ids.tobytes() for c in got.values()}) == 8
+
+
+def test_request_beyond_the_context_is_refused_in_one_line(engines: Engines) -> None:
+    with pytest.raises(ValueError, match="request long: 200 prompt tokens .* 100 exceed max_model_len 256"):
+        engines.fp32.sample([Request("long", [5] * 200, 0, 100, 1.0)])
+
+
+def test_abandoned_requests_leave_no_routes(engines: Engines) -> None:
+    stream = engines.fp32.actor.generate.options(num_returns="streaming").remote(
+        [*requests(1, prompt=8, response=1, seed=10), *requests(20, prompt=8, response=200, seed=11)]
+    )
+    assert len(ray.get(next(stream)).token_ids) == 1
+    assert engines.fp32.call("counters").in_flight >= 15
+    ray.cancel(stream)
+    assert _idle(engines.fp32)
+    engines.fp32.sample(requests(4, prompt=8, response=4, seed=12))
+    assert _idle(engines.fp32)
+
+
+def _idle(engine: RunningEngine) -> bool:
+    """Whether within 10 s nothing is in flight and no routes are kept."""
+    for _ in range(100):
+        counters = engine.call("counters")
+        if counters.in_flight == counters.routes_held == 0:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture(scope="module")
+def sender(engines: Engines) -> WeightSender:
+    sender = WeightSender("127.0.0.1", 0, engine_ranks=1, deadline_s=20)
+    joining = engines.fp32.actor.join_sync.remote("127.0.0.1", sender.port, 1, 2, 20.0)
+    sender.connect([joining.future()])
+    return sender
+
+
+def sync(sender: WeightSender, engine: RunningEngine, tensors: dict[str, torch.Tensor], version: int) -> SyncStats:
+    engine.call("begin_update")
+    stats = sender.send(tensors.items(), 64 * 1024, lambda bucket: [engine.actor.update.remote(bucket).future()])
+    engine.call("finish_update", version)
+    return stats
+
+
+def test_synced_engine_serves_the_new_weights(
+    engines: Engines, references: dict[str, Reference], checkpoints: dict[str, Path], sender: WeightSender
+) -> None:
+    engine, asked = engines.fp32, requests(12, prompt=40, response=8, seed=13)
+    weights = {name: load_file(checkpoints[name] / "model.safetensors") for name in ("old", "new")}
+    assert_agrees(references["old"], asked, before := engine.sample(asked))
+    for version, name in enumerate(("new", "old", "new"), start=before["13-0"].version + 1):
+        stats = sync(sender, engine, weights[name], version)
+        assert stats.buckets > 20
+        assert stats.bytes == sum(t.nbytes for t in weights[name].values())
+        got = engine.sample(asked)  # the same prompts: what the prefix cache held of the old weights would show
+        assert {c.version for c in got.values()} == {version}
+        assert_agrees(references[name], asked, got)
+        for tensor in weights[name]:
+            np.testing.assert_array_equal(engine.call("weight", tensor), weights[name][tensor].numpy(), err_msg=tensor)
+
+
+def test_update_is_refused_while_requests_run(engines: Engines) -> None:
+    stream = engines.fp32.actor.generate.options(num_returns="streaming").remote(
+        [*requests(1, prompt=8, response=1, seed=14), *requests(2, prompt=8, response=200, seed=15)]
+    )
+    ray.get(next(stream))
+    with pytest.raises(RuntimeError, match="2 requests are still sampling"):
+        engines.fp32.call("begin_update")
+    ray.cancel(stream)
+    assert _idle(engines.fp32)
+
+
+def test_bf16_departs_from_transformers_no_further_than_bf16_itself(
+    engines: Engines, references: dict[str, Reference]
+) -> None:
+    asked = requests(48, prompt=8, response=16, seed=16)
+    got = engines.bf16.sample(asked)
+    rounded = Reference(engines.bf16.checkpoint, torch.bfloat16)
+    gaps, noise = [], []
+    for request in asked:
+        tokens = got[request.id].token_ids
+        hf = rounded.score(request.prompt_ids, tokens)[0]
+        gaps.append(np.abs(got[request.id].logp - hf))
+        noise.append(np.abs(references["bf16"].score(request.prompt_ids, tokens)[0] - hf))
+    assert np.concatenate(gaps).mean() < 1.1 * np.concatenate(noise).mean()
+
+
+def test_bf16_engine_holds_the_router_in_fp32(engines: Engines) -> None:
+    on_disk = load_file(engines.bf16.checkpoint / "model.safetensors")
+    for name in ("model.layers.3.mlp.gate.weight", "model.layers.6.mlp.gate.e_score_correction_bias"):
+        held = engines.bf16.call("weight", name)
+        assert held.dtype == np.float32
+        np.testing.assert_array_equal(held, on_disk[name].numpy())
+
+
+def test_incomplete_update_is_refused_and_the_engine_serves_nothing_after_it(engines: Engines) -> None:
+    engine = engines.bf16
+    sender = WeightSender("127.0.0.1", 0, engine_ranks=1, deadline_s=20)
+    sender.connect([engine.actor.join_sync.remote("127.0.0.1", sender.port, 1, 2, 20.0).future()])
+    weights = load_file(engine.checkpoint / "model.safetensors")
+    left_out = "model.layers.4.mlp.experts.7.up_proj.weight"
+    del weights[left_out]
+    with pytest.raises(Exception, match=f"left out 1 tensors, the first is {left_out}"):
+        sync(sender, engine, weights, 1)
+    with pytest.raises(RuntimeError, match="cannot sample: a weight update did not finish"):
+        engine.sample(requests(1, prompt=4, response=4, seed=17))
+
+
+def test_killed_engine_leaves_no_process(engines: Engines) -> None:
+    children = [psutil.Process(pid) for pid in engines.bf16.info.child_pids]
+    assert children and all(child.is_running() for child in children)
+    os.kill(engines.bf16.info.pid, signal.SIGKILL)
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+def test_stopped_engine_leaves_no_process(engines: Engines) -> None:
+    children = [psutil.Process(pid) for pid in engines.fp32.info.child_pids]
+    engines.fp32.call("stop")
+    assert psutil.wait_procs(children, timeout=0)[1] == []
