@@ -87,12 +87,16 @@ def test_a_file_that_is_no_recipe(tmp_path, text, part):
 def test_every_key_is_read_by_something():
     """A key that no code outside the recipe's own package reads would be accepted and ignored."""
     package = TINY.parents[1] / "beam_rl"
-    read = {
-        node.attr
-        for file in package.rglob("*.py")
-        if file.parent.name != "recipe"
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-    }
+    sources = [file for file in package.rglob("*.py") if file.parent.name != "recipe"]
+    read = {name for file in sources for node in ast.walk(ast.parse(file.read_text())) for name in _reads(node)}
     unread = [key for key in leaf_keys() if key.rsplit(".", 1)[-1] not in read]
     assert unread == []
+
+
+def _reads(node: ast.AST) -> list[str]:
+    """Names that a node reads: `section.key`, or `section["key"]` of a recipe as plain data."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        return [node.attr]
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        return [node.slice.value]
+    return []

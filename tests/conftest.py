@@ -1,0 +1,22 @@
+"""What the whole suite shares: one thread a process, caches in pytest's own folder, and one warm-started tiny Beam."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["WANDB_SILENT"] = "true"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    assert config.cache is not None
+    os.environ["BEAM_RL_CACHE"] = str(config.cache.mkdir("beam_rl"))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder() -> Path:
+    """The tiny recipe's own checkpoint, seed 0: about a minute on first use, then kept with pytest's cache."""
+    from beam_rl.tiny import cached_tiny
+
+    return cached_tiny(0)

@@ -1,0 +1,228 @@
+"""The whole of it as a user runs it: `beam-rl train` in a process of its own, Megatron, vLLM and Ray included.
+
+One run of six steps is the measure of all others: interrupted and resumed, exported, out of disk.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from rollout_fixtures import Reference
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "recipes" / "tiny_cpu.yaml"
+STEPS = 4
+OVERRIDES = [
+    f"trainer.steps={STEPS}",
+    "trainer.deterministic=true",
+    "checkpoint.every=2",
+    "eval.every=4",
+    "data.eval.limit=16",
+    "logging.samples_per_step=1000",
+]
+
+
+def start(out: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "beam_rl.cli", "train", str(TINY), *OVERRIDES, *more, "--out", str(out)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    """stdout and stderr of a run that must end with `code` and leave no process behind."""
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == code, f"{out}\n{err}"
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+    return out, err
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(run: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (run / "samples" / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 400
+    while time.monotonic() < end and process.poll() is None:
+        if (run / "metrics.jsonl").exists() and any(line["step"] >= step for line in metrics(run)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} did not come: {process.communicate()}")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """A run that nobody disturbed."""
+    out, _ = finish(start(folder / "whole"))
+    assert f"{STEPS} of {STEPS}" in out
+    return folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path) -> Iterator[Path]:
+    """A run that Ctrl-C ended after step 3, and that went on from there."""
+    process = start(folder / "resumed")
+    wait_for_step(folder / "resumed", 3, process)
+    process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    _, err = finish(process, code=130)
+    assert time.monotonic() - asked < 30
+    assert "interrupted" in err and "--resume" in err
+    assert (folder / "resumed" / "checkpoints" / "step_3").exists(), "the last whole step was due to be saved"
+    finish(start(folder / "resumed", "--resume"))
+    return folder / "resumed"
+
+
+def test_trainer_and_engine_agree_at_every_step(whole):
+    steps = metrics(whole)[1:]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    for line in steps:
+        assert line["parity/abs_logprob_diff_mean"] <= 1e-5
+        assert line["replay/rows"] > 1000
+        assert line["replay/missing_rows"] == 0
+        assert line["replay/route_agreement"] == 1.0
+        assert line["sync/version"] == line["step"]
+        assert line["optim/router_grad_norm"] > 0
+
+
+def test_every_weight_travels_every_step(whole, tiny_folder):
+    from safetensors import safe_open
+
+    with safe_open(tiny_folder / "model.safetensors", "pt") as file:
+        stored = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 (not a dict)
+    assert {line["sync/bytes"] for line in metrics(whole)} == {stored}
+    assert {line["sync/buckets"] for line in metrics(whole)} == {3}
+
+
+def test_the_loop_evaluates_what_it_starts_from_and_what_it_ends_with(whole):
+    evaluated = {line["step"]: line["eval/toy/avg@8"] for line in metrics(whole) if "eval/toy/avg@8" in line}
+    assert set(evaluated) == {0, STEPS}
+    assert all(0.2 < score < 0.9 for score in evaluated.values())
+
+
+def test_a_samples_reward_is_its_text_judged(whole):
+    rows = samples(whole, 1)
+    assert len(rows) == 256
+    assert 0.2 < np.mean([row["reward"] for row in rows]) < 0.8
+    for row in rows:
+        right = row["text"].endswith(f"\\boxed{{ {row['answer']} }}") and row["text"].count("\\boxed{") == 1
+        assert row["reward"] == float(right and row["finish_reason"] == "stop")
+
+
+def test_an_interrupted_run_goes_on_as_the_whole_one_did(whole, resumed):
+    for step in range(1, STEPS + 1):
+        assert samples(resumed, step) == samples(whole, step)
+    for there, here in zip(metrics(whole), metrics(resumed), strict=True):
+        timed = ("time/", "sync/seconds", "rollout/tokens_per_s", "memory/")
+        assert {k: v for k, v in here.items() if not k.startswith(timed)} == {
+            k: v for k, v in there.items() if not k.startswith(timed)
+        }
+
+
+def test_what_is_kept_of_the_checkpoints(whole):
+    kept = sorted(path.name for path in (whole / "checkpoints").iterdir())
+    assert kept == ["step_2", "step_4"]
+
+
+def test_a_run_that_is_done_is_not_started_again(whole):
+    _, err = finish(start(whole), code=2)
+    assert "holds a run already" in err and "--resume" in err
+
+
+@pytest.fixture(scope="module")
+def exported(whole: Path, folder: Path) -> Path:
+    command = [sys.executable, "-m", "beam_rl.cli", "export", str(whole / "checkpoints/step_4"), str(folder / "hf")]
+    subprocess.run(command, check=True, timeout=300)
+    return folder / "hf"
+
+
+def test_the_export_has_the_checkpoints_names_and_types_and_a_trained_router(exported, tiny_folder):
+    from safetensors.torch import load_file
+
+    before, after = load_file(tiny_folder / "model.safetensors"), load_file(exported / "model.safetensors")
+    assert {n: (t.dtype, t.shape) for n, t in before.items()} == {n: (t.dtype, t.shape) for n, t in after.items()}
+    routers = [name for name in after if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 4
+    for name in routers:
+        assert after[name].dtype == torch.float32
+        assert not torch.equal(after[name], before[name]), f"{name} was not trained"
+
+
+def test_the_export_gives_the_trainers_log_probabilities_in_a_fresh_vllm_and_in_transformers(
+    whole, exported, tiny_folder, tmp_path
+):
+    from beam_rl.cluster import ray_session
+    from beam_rl.engines import Engines
+    from beam_rl.policy import Policy
+    from beam_rl.recipe.load import load
+    from beam_rl.samples import Prompt, Request, Sample
+
+    recipe = load(whole / "recipe.yaml")
+    prompt = Prompt(0, 0, [1, 12, 17, 32, 22, 20, 28, 33], "5")
+    requests = [Request(f"r{i}", prompt.token_ids, i, 16, 1.0) for i in range(32)]
+    with (
+        ray_session("local", tmp_path),
+        Policy(recipe, tiny_folder) as policy,
+        Engines(recipe, exported, tmp_path) as engines,
+    ):
+        policy.wait_ready()
+        policy.load(whole / "checkpoints" / "step_4")
+        engines.wait_ready(300)
+        done = engines.generate([requests])
+        samples = [Sample(prompt, done[r.id], weight=1.0) for r in requests]
+        scores = policy.score([samples])
+    assert np.abs(scores.logp - scores.logp_engine).max() < 2e-5
+    assert scores.routes_agree == scores.routes_total > 0
+    reference = Reference(exported)
+    expected = np.concatenate([reference.score(prompt.token_ids, s.completion.token_ids)[0] for s in samples])
+    assert np.abs(scores.logp - expected).max() < 2e-5
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(folder):
+    """The run's folder is a file system with room for one checkpoint and a half."""
+    mount = folder / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount)], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        _, err = finish(start(mount / "run", "checkpoint.every=1", "logging.wandb=disabled"), code=2)
+        assert len(err.strip().splitlines()) == 1
+        assert "the disk is full" in err and "step_1" in err
+        assert os.listdir(mount / "run" / "checkpoints") == ["step_1"]
+        shutil.copytree(mount / "run", folder / "rescued")
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+    finish(start(folder / "rescued", "checkpoint.every=1", "logging.wandb=disabled", "--resume", "trainer.steps=2"))
+    assert metrics(folder / "rescued")[-1]["step"] == 2
+
+
+def test_an_engine_that_cannot_start_shows_its_own_last_lines(folder, tiny_folder):
+    """The checkpoint lacks a tensor that vLLM needs."""
+    from safetensors.torch import load_file, save_file
+
+    broken = folder / "broken"
+    shutil.copytree(tiny_folder, broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.6.self_attn.q_norm.weight"]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    _, err = finish(start(folder / "unstarted", f"model.path={broken}"), code=2)
+    assert "q_norm" in err
