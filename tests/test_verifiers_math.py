@@ -13,6 +13,12 @@ from beam_rl.verifiers.extract import extract_answer
 from beam_rl.verifiers.math import math_equal
 
 RIGHT = [
+    ("p - q", "-q + p"),
+    ("xy", "y x"),
+    ("[-2,7]", r"-2 \leq x \leq 7"),
+    (r"2^{2010}-1", "2^{2010}-1.0"),
+    (r"\{(1,2),(3,4)\}", "(3,4),(1,2)"),
+    ("12 \\text{ and } 13", "13,12"),
     (r"1,\!000", "1000"),
     (r"5\text{ meters}", r"5\text{ m}"),
     ("3 hours", r"3\text{ hr}"),
@@ -87,6 +93,11 @@ RIGHT = [
 ]
 
 WRONG = [
+    ("2^{2010}-1", "2^{2010}"),
+    ("10^{50}+1", "10^{50}"),
+    ("(1,2),(3,4)", "(1,2),(4,3)"),
+    ("7", r"7 \text{ or } 8"),
+    (r"3\%", "0.3"),
     ("1, 234", "1234"),
     (r"5\text{ cm}^2", r"5\text{ cm}"),
     ("3 hours", "3 minutes"),

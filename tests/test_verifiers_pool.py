@@ -15,7 +15,7 @@ from beam_rl.recipe.tree import Verifier
 from beam_rl.verifiers import ToyVerifier, VerifierPool, VerifyItem, make_verifier
 from beam_rl.verifiers.toy import toy_score
 
-LIMIT_S = 2.0
+LIMIT_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_close_leaves_no_process() -> None:
 def test_the_recipe_names_the_verifier() -> None:
     with make_verifier(Verifier(name="toy")) as toy:
         assert isinstance(toy, ToyVerifier)
-    with make_verifier(Verifier(name="math", workers=1, timeout_s=1.5)) as pool:
+    with make_verifier(Verifier(name="math", workers=1, timeout_s=LIMIT_S)) as pool:
         assert isinstance(pool, VerifierPool) and pool.score([item("4", gold="2+2")])[0].score == 1
 
 

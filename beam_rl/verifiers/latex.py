@@ -106,8 +106,10 @@ def is_words(text: str) -> bool:
     plain = unwrapped(text).strip()
     if _TIME.fullmatch(plain):
         return True
-    letters_only = re.fullmatch(r"[A-Za-z][A-Za-z .'-]*", plain) is not None
-    return letters_only and ((plain != text.strip() and len(plain) > 1) or len(plain) > 2)
+    if not re.fullmatch(r"[A-Za-z]+(?:[ '][A-Za-z]+)*", plain):
+        return False
+    in_text_command, letters = plain != text.strip(), sum(map(str.isalpha, plain))
+    return letters > (1 if in_text_command else 2)  # x and xy are algebra, \text{no} and even are words
 
 
 def without_percent(text: str) -> tuple[str, bool]:

@@ -17,6 +17,7 @@ def main(memory_bytes: int, cpu_s: float) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not be taken for a verdict
     from beam_rl.verifiers.math import math_equal
 
+    math_equal("x + 1/2", "0.5 + x")  # the first answer must not pay for the parser's tables
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print("ready", file=replies)
