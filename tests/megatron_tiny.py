@@ -36,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @functools.cache
 def checkpoint(precision: str = "fp32") -> Path:
     """A HF checkpoint folder, made once a process."""
-    folder = Path(tempfile.mkdtemp(prefix="tiny-beam-")) / precision
+    folder = Path(_folder().name) / precision
     model = make_model()
     model.save_pretrained(folder)
     if precision == "bf16":  # transformers keeps the router FP32 when it loads, not in `.to()`
@@ -44,6 +44,11 @@ def checkpoint(precision: str = "fp32") -> Path:
         model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tiny-beam-")  # goes with the process
 
 
 def make_model() -> BeamForCausalLM:

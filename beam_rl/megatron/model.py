@@ -39,7 +39,7 @@ from beam_rl.megatron.router import BeamRouter
 compat.require_installed()
 
 
-# --- configuration -----------------------------------------------------------------------------------------------------
+# --- configuration ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -125,7 +125,7 @@ def config_from_hf(hf: Any, dtype: torch.dtype, device: torch.device, **parallel
     )
 
 
-# --- norm and residual -------------------------------------------------------------------------------------------------
+# --- norm and residual ------------------------------------------------------------------------------------
 
 
 class BeamRMSNorm(nn.Module):
@@ -161,7 +161,7 @@ class SandwichResidual(nn.Module):
         return self.norm(x_with_bias[0]) * self.x_scale + residual * self.residual_scale
 
 
-# --- experts -----------------------------------------------------------------------------------------------------------
+# --- experts ----------------------------------------------------------------------------------------------
 
 
 class RoundingInput:
@@ -217,7 +217,7 @@ class BeamMoELayer(MoELayer):
         return out.to(dtype) * self.config.routed_scaling_factor
 
 
-# --- layers ------------------------------------------------------------------------------------------------------------
+# --- layers -----------------------------------------------------------------------------------------------
 
 
 class BeamLayer(TransformerLayer):
