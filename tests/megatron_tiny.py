@@ -3,10 +3,12 @@
 The weights are large enough for attention, gates and routers to matter, and no bias is zero.
 """
 
+import atexit
 import dataclasses
 import functools
 import multiprocessing
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
@@ -35,8 +37,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @functools.cache
 def checkpoint(precision: str = "fp32") -> Path:
-    """A HF checkpoint folder, made once a process."""
-    folder = Path(tempfile.mkdtemp(prefix="tiny-beam-")) / precision
+    """A HF checkpoint folder, made once for this process and the ones that it starts."""
+    folder = _folder() / precision
+    if folder.exists():
+        return folder
     model = make_model()
     model.save_pretrained(folder)
     if precision == "bf16":  # transformers keeps the router FP32 when it loads, not in `.to()`
@@ -44,6 +48,19 @@ def checkpoint(precision: str = "fp32") -> Path:
         model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="tiny-beam-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _use_folder(folder: Path) -> None:
+    """In a new process: the checkpoints of the one that started it."""
+    global _folder
+    _folder = lambda: folder  # type: ignore[assignment]  # noqa: E731
 
 
 def make_model() -> BeamForCausalLM:
@@ -164,5 +181,8 @@ def _processes() -> Any:
 
 def in_new_processes(function: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
     """function(*arguments[i]) each in a process of its own, at the same time."""
-    with ProcessPoolExecutor(len(arguments), mp_context=_processes(), max_tasks_per_child=1) as pool:
+    for precision in DTYPES:
+        checkpoint(precision)
+    share = {"initializer": _use_folder, "initargs": (_folder(),)}
+    with ProcessPoolExecutor(len(arguments), mp_context=_processes(), max_tasks_per_child=1, **share) as pool:
         return [future.result(timeout=120) for future in [pool.submit(function, *a) for a in arguments]]

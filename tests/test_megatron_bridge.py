@@ -7,6 +7,7 @@ from pathlib import Path
 import megatron_tiny as tiny
 import pytest
 import torch
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -75,6 +76,15 @@ def test_fused_projections_keep_each_head_in_its_group() -> None:
     assert torch.equal(second_group[-dim:], parts["v"][dim:])
     back = split_qkvg(merged, heads, groups, dim)
     assert all(torch.equal(back[name], parts[name]) for name in parts)
+
+
+def test_bridge_builds_and_loads_beam_like_any_model_it_knows() -> None:
+    trainer = tiny.trainer()
+    bridge = AutoBridge.from_hf_pretrained(tiny.checkpoint())
+    model = bridge.to_megatron_provider(load_weights=False).provide()
+    bridge.load_hf_weights([model])
+    same_bits(dict(model.named_parameters()), dict(trainer.model.named_parameters()))
+    same_bits(dict(model.named_buffers()), dict(trainer.model.named_buffers()))
 
 
 def test_a_checkpoint_that_is_not_beam_is_refused(tmp_path: Path) -> None:

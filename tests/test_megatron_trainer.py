@@ -145,7 +145,7 @@ def test_the_reference_stays_the_checkpoint_while_the_policy_learns(precision: s
         np.testing.assert_array_equal(trainer.score(batches)[0].logp, learned)
 
 
-# --- several processes -------------------------------------------------------------------------------------------------
+# --- several processes ------------------------------------------------------------------------------------
 
 
 def train(

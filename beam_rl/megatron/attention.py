@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from beam_rl.megatron import compat
@@ -108,7 +108,7 @@ class BeamSelfAttention(SelfAttention):
         set_tensor_model_parallel_attributes(self.gate_bias, True, 0, 1)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x: (tokens, 1, heads · dim); gate: (tokens, 1, heads, dim). The bias, the sigmoid and the product each round."""
+        """x: (tokens, 1, heads · dim); gate: (tokens, 1, heads, dim). Bias, sigmoid and product each round."""
         gate = torch.sigmoid(gate + self.gate_bias[:, None])
         return x * gate.reshape(x.shape)
 

@@ -159,8 +159,7 @@ class BeamCheckpoint:
 
     def tensors_of(self, model: BeamModel) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors under this checkpoint's names; every rank gets them all, one after the other."""
-        for name, tensor in self._bridge.export_hf_weights([model], cpu=False, show_progress=False):
-            yield name, tensor
+        yield from self._bridge.export_hf_weights([model], cpu=False, show_progress=False)
 
 
 def read_config(folder: Path) -> Any:

@@ -98,10 +98,8 @@ def _is_main_replica(shard: ShardedTensor) -> bool:
 def _check_shapes(folder: Path, shards: dict[str, ShardedTensor], stored: dict[str, Any]) -> None:
     for key, shard in shards.items():
         if key not in stored or tuple(stored[key].size) != tuple(shard.global_shape):
-            found = tuple(stored[key].size) if key in stored else "nothing"
-            raise ValueError(
-                f"{folder} is not a checkpoint of this model: {key} should be {tuple(shard.global_shape)}, found {found}"
-            )
+            found, due = tuple(stored[key].size) if key in stored else "nothing", tuple(shard.global_shape)
+            raise ValueError(f"{folder} is not a checkpoint of this model: {key} should be {due}, found {found}")
 
 
 def _random_states() -> dict[str, Tensor]:
@@ -122,7 +120,7 @@ def _restore_random_states(states: dict[str, Tensor]) -> None:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """torch keeps the index of a distributed checkpoint as a pickle; this one makes none but the index's own objects."""
+    """torch keeps a distributed checkpoint's index as a pickle; this makes none but the index's own objects."""
 
     _allowed = ("torch.distributed.checkpoint.", "torch.serialization")
 

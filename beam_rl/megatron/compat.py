@@ -28,7 +28,7 @@ _installed = False
 
 
 def install() -> None:
-    """Checks the versions and applies the remedies that this machine needs.
+    """Checks the versions and applies the remedies that this machine needs, in the thread that will use Megatron.
 
     Raises:
         RuntimeError: another version of Megatron-core or Megatron-Bridge is installed.
@@ -47,6 +47,8 @@ def install() -> None:
     with _quick_import(on_cpu):
         importlib.import_module("megatron.core.models.gpt.gpt_model")
         importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
+    # In every process it advises to move to a newer model class.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     if without_te:
         _correct_bridge_te_flags()
     if on_cpu:
@@ -74,7 +76,7 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-# --- a CPU in the place of a GPU ---------------------------------------------------------------------------------------
+# --- a CPU in the place of a GPU --------------------------------------------------------------------------
 
 
 class _NoStream:
@@ -134,7 +136,7 @@ def _cpu_random_states() -> None:
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
-# --- what they import --------------------------------------------------------------------------------------------------
+# --- what they import -------------------------------------------------------------------------------------
 
 
 def _bare_bridge_packages() -> None:
@@ -181,7 +183,7 @@ def _quick_import(on_cpu: bool) -> Iterator[None]:
             sys.modules["wandb"] = wandb
 
 
-# --- Bridge without Transformer Engine ---------------------------------------------------------------------------------
+# --- Bridge without Transformer Engine --------------------------------------------------------------------
 
 
 class _WithoutTransformerEngine(importlib.abc.MetaPathFinder):

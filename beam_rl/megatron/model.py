@@ -39,7 +39,7 @@ from beam_rl.megatron.router import BeamRouter
 compat.require_installed()
 
 
-# --- configuration -----------------------------------------------------------------------------------------------------
+# --- configuration ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -85,18 +85,6 @@ def config_from_hf(hf: Any, dtype: torch.dtype, device: torch.device, **parallel
         no_rope_freq=full,
         qk_layernorm=True,
         attention_output_gate=True,
-        num_moe_experts=hf.num_experts,
-        moe_ffn_hidden_size=hf.moe_intermediate_size,
-        moe_layer_freq=[int(kind == "sparse") for kind in hf.mlp_layer_types],
-        moe_router_topk=hf.num_experts_per_tok,
-        moe_router_num_groups=hf.n_group,
-        moe_router_group_topk=hf.topk_group,
-        moe_router_score_function="sigmoid",
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=te,
-        routed_scaling_factor=hf.routed_scaling_factor,
         final_logit_softcapping=hf.final_logit_softcapping,
         rope_theta=hf.rope_parameters["sliding_attention"]["rope_theta"],
         vocab_size=hf.vocab_size,
@@ -121,11 +109,29 @@ def config_from_hf(hf: Any, dtype: torch.dtype, device: torch.device, **parallel
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         device=device,
+        **_moe_fields(hf),
         **parallel,
     )
 
 
-# --- norm and residual -------------------------------------------------------------------------------------------------
+def _moe_fields(hf: Any) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=hf.num_experts,
+        moe_ffn_hidden_size=hf.moe_intermediate_size,
+        moe_layer_freq=[int(kind == "sparse") for kind in hf.mlp_layer_types],
+        moe_router_topk=hf.num_experts_per_tok,
+        moe_router_num_groups=hf.n_group,
+        moe_router_group_topk=hf.topk_group,
+        moe_router_score_function="sigmoid",
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=compat.has_transformer_engine(),
+        routed_scaling_factor=hf.routed_scaling_factor,
+    )
+
+
+# --- norm and residual ------------------------------------------------------------------------------------
 
 
 class BeamRMSNorm(nn.Module):
@@ -161,7 +167,7 @@ class SandwichResidual(nn.Module):
         return self.norm(x_with_bias[0]) * self.x_scale + residual * self.residual_scale
 
 
-# --- experts -----------------------------------------------------------------------------------------------------------
+# --- experts ----------------------------------------------------------------------------------------------
 
 
 class RoundingInput:
@@ -217,7 +223,7 @@ class BeamMoELayer(MoELayer):
         return out.to(dtype) * self.config.routed_scaling_factor
 
 
-# --- layers ------------------------------------------------------------------------------------------------------------
+# --- layers -----------------------------------------------------------------------------------------------
 
 
 class BeamLayer(TransformerLayer):

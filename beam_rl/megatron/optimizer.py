@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def with_gradient_buffers(model: BeamModel) -> DistributedDataParallel:
-    """Wraps the model: gradients accumulate in FP32 buffers, apart for the FP32 router, and are summed over DP ranks."""
+    """Wraps the model: gradients accumulate in FP32 buffers, the router's apart, and are summed over DP ranks."""
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     return DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
 
@@ -49,7 +49,8 @@ def _create_moments(optimizer: MegatronOptimizer) -> None:
         for group in adam.param_groups:
             for main in group["params"]:
                 adam.state[main] = {name: torch.zeros_like(main) for name in MOMENTS}
-                adam.state[main]["step"] = torch.zeros((), dtype=torch.float32)
+                if _counts_per_parameter(adam):
+                    adam.state[main]["step"] = torch.tensor(0.0)
 
 
 def _adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
@@ -83,11 +84,19 @@ def parameter_state(model: nn.Module, optimizer: MegatronOptimizer) -> Iterator[
 
 def get_step(optimizer: MegatronOptimizer) -> int:
     """Updates that Adam has made."""
-    state = next(iter(_adams(optimizer)[0].state.values()))
-    return int(state["step"])
+    adam = _adams(optimizer)[0]
+    if _counts_per_parameter(adam):
+        return int(next(iter(adam.state.values()))["step"])
+    return int(adam.param_groups[0].get("step", 0))
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
     for adam in _adams(optimizer):
-        for state in adam.state.values():
-            state["step"].fill_(step)
+        counters = adam.state.values() if _counts_per_parameter(adam) else adam.param_groups
+        for counter in counters:
+            counter["step"] = torch.tensor(float(step)) if _counts_per_parameter(adam) else step
+
+
+def _counts_per_parameter(adam: torch.optim.Optimizer) -> bool:
+    """torch's Adam does; Transformer Engine's fused one has a step for each group."""
+    return isinstance(adam, torch.optim.Adam | torch.optim.AdamW)

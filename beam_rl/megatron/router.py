@@ -19,7 +19,7 @@ from beam_rl.megatron.packing import Agreement
 def choose_experts(scores: Tensor, correction: Tensor, groups: int, top_groups: int, top_k: int) -> Tensor:
     """The top-k experts inside the best groups; a group is as good as the sum of its two best experts.
 
-    scores: (tokens, experts) FP32; correction: (experts,) FP32, counts for the choice only. Returns (tokens, top-k) ids.
+    scores: (tokens, experts) FP32; correction: (experts,) FP32, for the choice only. Returns (tokens, top-k) ids.
     """
     choice = scores + correction
     grouped = choice.view(len(choice), groups, -1)

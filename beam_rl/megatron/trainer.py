@@ -1,7 +1,7 @@
 """One rank of the policy: scores samples, learns from them, hands out its weights, saves and restores itself.
 
-A rank is driven from outside with micro-batches; every rank gets the same calls in the same order. The loss is injected.
-Knows nothing about Ray, vLLM, rewards or recipes.
+A rank is driven from outside with micro-batches; every rank gets the same calls in the same order. The loss is
+injected. Knows nothing about Ray, vLLM, rewards or recipes.
 """
 
 import math
@@ -62,7 +62,7 @@ class Trainer:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
-    # --- scoring -------------------------------------------------------------------------------------------------------
+    # --- scoring -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[Score]:
@@ -96,7 +96,7 @@ class Trainer:
         finally:
             self._put_weights(live)
 
-    # --- learning ------------------------------------------------------------------------------------------------------
+    # --- learning ------------------------------------------------------------------------------------------
 
     def update(self, micro_batches: Sequence[MicroBatch], objective: Objective, lr: float) -> dict[str, float]:
         """One optimizer update on the mini-batch of all ranks, of which these are this rank's micro-batches.
@@ -173,7 +173,7 @@ class Trainer:
             "optim/router_grad_norm": router_norm,
         }
 
-    # --- weights and state ---------------------------------------------------------------------------------------------
+    # --- weights and state ---------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its HF name, one after the other, in its own dtype; all ranks call it and get them all."""
@@ -213,10 +213,10 @@ class Trainer:
         yield from self.model.named_parameters()
         yield from self.model.named_buffers()  # the routers' correction biases
 
-    # --- one forward pass ----------------------------------------------------------------------------------------------
+    # --- one forward pass ----------------------------------------------------------------------------------
 
     def _run(self, forward: Any, micro_batches: Sequence[MicroBatch], forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `forward` runs the model and returns what to do with its output."""
+        """Megatron's schedule over the micro-batches; `forward` runs the model and says what to do with its output."""
         schedule = get_forward_backward_func()
         return schedule(
             forward_step_func=forward,
