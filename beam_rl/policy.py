@@ -38,12 +38,9 @@ class PolicyWorker:
 
     def start(self, model_path: str, settings: Any, world_size: int, master: str) -> None:
         """Loads the model and joins the other ranks."""
-        from beam_rl.megatron import compat
+        from beam_rl.megatron import start_trainer
 
-        compat.install()
-        from beam_rl.megatron.trainer import Trainer
-
-        self.trainer = Trainer(model_path, settings, self.rank, world_size, master)
+        self.trainer = start_trainer(model_path, settings, self.rank, world_size, master)
 
     def score(self, mini_batches: list[list[MicroBatch]]) -> Scores:
         """Takes over the step's micro-batches and scores them with the current weights."""
