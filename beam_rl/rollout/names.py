@@ -10,7 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-ATTENTION = tuple(f"{p}_proj.weight" for p in "qkvo") + ("gate_proj.weight", "gate_bias", "q_norm.weight", "k_norm.weight")
+ATTENTION = tuple(f"{p}_proj.weight" for p in "qkvo") + (
+    "gate_proj.weight",
+    "gate_bias",
+    "q_norm.weight",
+    "k_norm.weight",
+)
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -49,7 +54,7 @@ def held_tensor(model: nn.Module, name: str) -> Tensor:
         weight = held[f"{experts}.routed_experts.{fused}"][int(index)]
         return weight if part == "down" else weight.chunk(2)[part == "up"]
     if match := QKV.fullmatch(name):
-        module = model.get_submodule(match[1])
+        module: Any = model.get_submodule(match[1])
         sizes = [module.heads, module.kv_heads, module.kv_heads]
         parts = held[f"{match[1]}.qkv_proj.weight"].split([n * module.head_dim for n in sizes])
         return parts["qkv".index(match[2])]

@@ -9,7 +9,7 @@ def register() -> None:
     """Adds Beam where vLLM lacks it, the Gloo weight transport, and ties the process's life to its engine's."""
     from vllm import ModelRegistry
 
-    compat.require_supported()
+    compat.check_version(compat.installed()[1])
     process.follow_owner()
     process.cache_bytecode("vllm")
     if not compat.has_native_beam():

@@ -22,7 +22,8 @@ class CpuWorker(CPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         result = super().compile_or_warm_up_model()
-        if self.vllm_config.additional_config.get(RECORD_ROUTES):
+        extra: Any = self.vllm_config.additional_config
+        if extra.get(RECORD_ROUTES):
             config = self.vllm_config.model_config.hf_config
             layers = sum(kind == "sparse" for kind in config.mlp_layer_types)
             tokens = self.vllm_config.scheduler_config.max_num_batched_tokens

@@ -5,6 +5,7 @@ a mixture of two versions.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class GlooWeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
 
     init_info_cls = JoinInfo
     update_info_cls = BucketInfo
+    model: Any
     receiver: BucketReceiver | None = None
     received: set[str]
 

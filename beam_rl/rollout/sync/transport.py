@@ -33,12 +33,13 @@ class SyncStats:
     buckets: int
 
 
-def gloo_group(store: dist.Store, host: str, rank: int, size: int, deadline_s: float) -> dist.ProcessGroupGloo:
-    """A process group of `size` ranks whose connections use this machine's address `host`."""
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+def gloo_group(store: dist.Store, host: str, rank: int, size: int, deadline_s: float) -> Any:
+    """A Gloo process group of `size` ranks whose connections use this machine's address `host`."""
+    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs leave out what it has
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=deadline_s)
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
 class WeightSender:
@@ -58,7 +59,7 @@ class WeightSender:
             timeout=timedelta(seconds=deadline_s),
             master_listen_fd=listener.detach(),
         )
-        self.group: dist.ProcessGroupGloo | None = None
+        self.group: Any = None
         self.round = 0
 
     def connect(self, joining: Sequence[Future] = ()) -> None:
@@ -83,7 +84,9 @@ class WeightSender:
         for packed in bucket.pack(tensors, bucket_bytes):
             what = f"weight-sync bucket {buckets} ({packed.entries[0].name} …)"
             self.round += 1
-            replies = announce(bucket.to_metadata(packed) | {"round": self.round, "deadline_s": self.deadline_s})
+            # A receiver waits for the slowest of its peers and then for the broadcast; here each has a deadline.
+            timing = {"round": self.round, "deadline_s": 2 * self.deadline_s}
+            replies = announce(bucket.to_metadata(packed) | timing)
             self._wait_for(f"ready/{self.round}", replies, what)
             try:
                 self.group.broadcast(packed.data, 0).wait(timedelta(seconds=self.deadline_s))
@@ -133,7 +136,7 @@ class BucketReceiver:
         self.rank = rank
         timeout = timedelta(seconds=deadline_s)
         self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        self.store.set(f"joined/{rank}", b"")
+        self.store.set(f"joined/{rank}", "")
         self.group = gloo_group(self.store, local_host, rank, size, deadline_s)
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -142,9 +145,11 @@ class BucketReceiver:
         if nbytes > len(self.buffer):
             self.buffer = torch.empty(nbytes, dtype=torch.uint8)
         data = self.buffer[:nbytes]
-        self.store.set(f"ready/{round_}/{self.rank}", b"")
+        self.store.set(f"ready/{round_}/{self.rank}", "")
         try:
             self.group.broadcast(data, 0).wait(timedelta(seconds=deadline_s))
         except RuntimeError as error:
-            raise SyncError(f"engine rank {self.rank}: weight bucket {round_} from the trainer failed: {error}") from error
+            raise SyncError(
+                f"engine rank {self.rank}: weight bucket {round_} from the trainer failed: {error}"
+            ) from error
         return data
