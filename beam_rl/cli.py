@@ -119,7 +119,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except KeyboardInterrupt:
-        _leave(130, "interrupted")
+        _leave(130, "interrupted; --resume goes on from the last checkpoint, if there is one")
     except Exception as error:
         cause = root_cause(error)
         if isinstance(cause, InputError):

@@ -8,10 +8,13 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from beam_rl.engines import Engines
+from beam_rl.errors import InputError
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
 from beam_rl.step import Display
@@ -37,13 +40,27 @@ class Cluster:
             self.engines = stack.enter_context(Engines(self.recipe, self.model_path, self.logs))
             self.policy = stack.enter_context(Policy(self.recipe, self.model_path))
             with self.display.phase("starting trainer and engines", once=True):
-                self.policy.wait_ready()
-                self.engines.wait_ready(self.recipe.rollout.start_timeout_s)
+                self._wait_ready([*self.policy.starting, *self.engines.starting])
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(None, None, None)
+
+    def _wait_ready(self, starting: list[Any]) -> None:
+        """Waits for all; the first one that fails ends the wait with its own error."""
+        import ray
+
+        timeout_s = self.recipe.cluster.start_timeout_s
+        end = time.monotonic() + timeout_s
+        while starting:
+            done, starting = ray.wait(starting, timeout=max(0.0, end - time.monotonic()))
+            if not done:
+                raise InputError(
+                    f"cluster.start_timeout_s = {timeout_s:g}: trainer and engines were not ready by then; their logs "
+                    f"are in {self.logs}"
+                )
+            ray.get(done)
 
 
 @contextlib.contextmanager
@@ -53,6 +70,8 @@ def ray_session(address: str, logs: Path) -> Iterator[None]:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address == "local":
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for "listen on the loopback alone"
     import ray
 
     if address != "local":

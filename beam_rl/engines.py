@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beam_rl.errors import InputError
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Completion, Request
@@ -25,7 +24,7 @@ class SyncReport:
 
 
 class Engines:
-    """All engines of a run as a context."""
+    """All engines of a run as a context; they serve once `starting` is done."""
 
     def __init__(self, recipe: Recipe, model_path: Path, logs: Path) -> None:
         self.recipe, self.model_path, self.logs = recipe, model_path, logs
@@ -36,9 +35,9 @@ class Engines:
 
         from beam_rl.rollout.engine import Engine
 
-        actor: Any = ray.remote(num_cpus=1, max_concurrency=10_000)(Engine)  # type: ignore[call-overload]
+        actor: Any = ray.remote(num_cpus=1, max_concurrency=10_000)(Engine)
         self.actors = [actor.remote(self._settings(i)) for i in range(self.recipe.rollout.engines)]
-        self._starting = [a.start.remote() for a in self.actors]
+        self.starting = [a.start.remote() for a in self.actors]
         self._connected = False
         return self
 
@@ -49,22 +48,6 @@ class Engines:
         ray.wait(stopping, num_returns=len(stopping), timeout=10)
         for actor in self.actors:
             ray.kill(actor)
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Waits until all engines serve.
-
-        Raises:
-            InputError: an engine did not start in time (`rollout.start_timeout_s`).
-            EngineStartError: an engine could not start; holds its own last lines.
-        """
-        import ray
-
-        try:
-            self.info = ray.get(self._starting, timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError:
-            raise InputError(
-                f"rollout.start_timeout_s = {timeout_s:g}: an engine was not ready by then; its log is {self.logs}"
-            ) from None
 
     def load(self, policy: Policy, version: int) -> SyncReport:
         """Brings the trainer's weights into every engine, bucket by bucket; from then on all serve `version`."""

@@ -112,7 +112,7 @@ class PolicyWorker:
 
 
 class Policy:
-    """All ranks of the trainer; every method returns when all ranks have done it."""
+    """All ranks of the trainer, ready once `starting` is done; every method returns when all ranks have done it."""
 
     def __init__(self, recipe: Recipe, model_path: Path) -> None:
         self.recipe, self.model_path = recipe, model_path
@@ -124,7 +124,7 @@ class Policy:
         worker: Any = ray.remote(num_cpus=1)(PolicyWorker)
         self.workers: list[Any] = [worker.remote(self.recipe.algorithm, rank) for rank in range(self.world_size)]
         start = (str(self.model_path), _settings(self.recipe), self.world_size, f"127.0.0.1:{free_port()}")
-        self._starting = [w.start.remote(*start) for w in self.workers]
+        self.starting = [w.start.remote(*start) for w in self.workers]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -132,12 +132,6 @@ class Policy:
 
         for worker in self.workers:
             ray.kill(worker)
-
-    def wait_ready(self) -> None:
-        """Returns when every rank has loaded its part of the model."""
-        import ray
-
-        ray.get(self._starting)
 
     def score(self, mini_batches: Sequence[Sequence[Sample]]) -> Scores:
         """Ships the step's samples to the ranks and scores them; `update` then refers to a mini-batch by its index."""

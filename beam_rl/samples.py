@@ -5,6 +5,7 @@ Plain numpy, so that it travels through Ray without copies. Knows nothing about 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +119,8 @@ class MicroBatch:
 
 def pack_one(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
     """Packs `samples[i] for i in indices` into one micro-batch, in that order."""
-    tokens, targets, response, logp, advantage, weight, which, routes = ([] for _ in range(8))
+    tokens, targets, response, logp, advantage, weight, which = ([] for _ in range(7))
+    routes: list[Any] = []
     for i in indices:
         s = samples[i]
         ids = np.concatenate([np.asarray(s.prompt.token_ids, np.int64), s.completion.token_ids.astype(np.int64)])

@@ -53,6 +53,8 @@ def run_evaluation(source: Path, overrides: Iterable[str]) -> dict[str, Any]:
 
 def run_export(path: Path, out: Path) -> None:
     """Loads a checkpoint into the trainer's layout and writes its weights as an HF folder."""
+    import ray
+
     from beam_rl.cluster import ray_session
     from beam_rl.inputs import find_model
     from beam_rl.policy import Policy
@@ -67,7 +69,7 @@ def run_export(path: Path, out: Path) -> None:
         model = find_model(recipe, console)
         with ray_session(recipe.cluster.address, logs), Policy(recipe, model) as policy:
             with console.phase("starting the trainer", once=True):
-                policy.wait_ready()
+                ray.get(policy.starting)
             with console.phase("exporting", once=True):
                 policy.load(checkpoint.path)
                 policy.export(out)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import ray
 import torch
-from torch import Tensor
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import BeamConfig, BeamForCausalLM
 
 from beam_rl.rollout.actor import EngineActor

@@ -25,7 +25,7 @@ RECIPE = {"name": "toy", "trainer": {"steps": 50}, "checkpoint": {"keep_last": 1
 
 STEP = {
     "reward/mean": 0.4801,
-    "eval/toy/avg@k": 0.936,
+    "eval/toy/avg@8": 0.936,
     "parity/abs_logprob_diff_mean": 3.14e-6,
     "parity/abs_logprob_diff_max": 2e-5,
     "loss/clip_fraction": 0.0123,
@@ -42,21 +42,22 @@ STEP = {
 
 # The names that users and their dashboards rely on.
 CONTRACT = """
-reward/mean eval/toy/avg@k eval/toy/pass@k parity/abs_logprob_diff_mean parity/abs_logprob_diff_max parity/mismatch_kl
+reward/mean eval/toy/avg@8 eval/toy/pass@8 parity/abs_logprob_diff_mean parity/abs_logprob_diff_max parity/mismatch_kl
 replay/rows replay/missing_rows replay/route_agreement sync/seconds sync/bytes sync/version sync/buckets time/step_s
-time/generate_s time/score_s time/update_s time/sync_s time/idle_s rollout/tokens rollout/tokens_per_s rollout/truncated
+time/generate_s time/verify_s time/score_s time/update_s time/sync_s time/eval_s time/idle_s
+rollout/tokens rollout/tokens_per_s rollout/truncated
 rollout/staleness sampling/dropped_groups verifier/timeouts loss/policy loss/clip_fraction loss/entropy loss/kl
-optim/grad_norm optim/lr memory/gpu_peak_bytes memory/host_peak_bytes nvme/read_bytes nvme/write_bytes
+optim/grad_norm optim/router_grad_norm optim/lr memory/gpu_peak_bytes memory/host_peak_bytes nvme/read_bytes nvme/write_bytes
 """.split()
 
 
 def test_the_names_are_the_contracts_and_no_others() -> None:
     check_names(CONTRACT)
-    assert len(METRICS) == len(CONTRACT) and eval_metric("toy", "avg@k") in CONTRACT
-    check_names([eval_metric("org/aime25", "pass@k")])
+    assert len(METRICS) == len(CONTRACT) and eval_metric("toy", "avg", 8) in CONTRACT
+    check_names([eval_metric("org/aime25", "pass", 8)])
 
 
-@pytest.mark.parametrize("name", ["rewards/mean", "eval/avg@k", "eval/toy/avg@8", "eval//avg@k", "step"])
+@pytest.mark.parametrize("name", ["rewards/mean", "eval/avg@8", "eval/toy/avg@k", "eval//avg@8", "step"])
 def test_another_name_is_refused(name: str) -> None:
     with pytest.raises(UnknownMetric, match=re.escape(repr(name))):
         check_names(["reward/mean", name])
@@ -77,7 +78,7 @@ def test_values_are_formatted_with_their_unit() -> None:
     ]
     assert [format_bytes(n) for n in (0, 512, 4.1e6, 1.234e12)] == ["0 B", "512 B", "4.1 MB", "1.23 TB"]
     for name, value, shown in [
-        ("eval/toy/avg@k", 0.936, "93.6 %"),
+        ("eval/toy/avg@8", 0.936, "93.6 %"),
         ("sync/bytes", 2.5e9, "2.5 GB"),
         ("time/step_s", 1.5, "1.5 s"),
         ("rollout/tokens", 12345, "12,345"),
@@ -96,7 +97,7 @@ def test_a_file_gets_plain_lines_of_at_most_100_columns() -> None:
             pass
         with console.phase("sampling", total=256) as phase:
             phase.advance(256)
-        console.step(0, {"eval/toy/avg@k": 0.475})
+        console.step(0, {"eval/toy/avg@8": 0.475})
         console.step(999, STEP)
         console.warn("verifier: 3 time-outs")
     lines = out.getvalue().splitlines()
@@ -187,10 +188,10 @@ def test_a_narrow_terminal_loses_columns_not_the_layout(terminal: Terminal, monk
 def test_the_summary_tells_where_things_are_and_what_came_out(tmp_path: Path, terminal: Terminal) -> None:
     plain = io.StringIO()
     with Run.open(tmp_path / "toy", RECIPE) as run:
-        run.log_metrics(0, {"eval/toy/avg@k": 0.475})
+        run.log_metrics(0, {"eval/toy/avg@8": 0.475})
         run.log_metrics(1, STEP | {"time/step_s": 1.0})
         run.checkpoint(1, lambda folder: None, {}, score=0.936)
-        run.log_metrics(2, STEP | {"time/step_s": 3.0, "eval/toy/avg@k": 0.9, "parity/abs_logprob_diff_max": 0.02})
+        run.log_metrics(2, STEP | {"time/step_s": 3.0, "eval/toy/avg@8": 0.9, "parity/abs_logprob_diff_max": 0.02})
         run.checkpoint(2, lambda folder: None, {}, score=0.9)
         for stream in (plain, terminal.stream):
             with Console(steps=50, file=stream) as console:

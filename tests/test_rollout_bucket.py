@@ -1,9 +1,9 @@
 """Packing of named tensors into buckets."""
 
+import pytest
 import torch
 from torch import Tensor
 
-import pytest
 from beam_rl.rollout.sync.bucket import ALIGNMENT, from_metadata, pack, to_metadata, unpack
 
 

@@ -10,12 +10,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from beam_rl.errors import InputError
 from beam_rl.recipe.tree import DataSource
 
 Row = Mapping[str, Any]
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """The data can't be used as the recipe asks; the message is one line that begins with the recipe's key."""
 
 

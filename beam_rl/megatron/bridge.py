@@ -27,6 +27,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from beam_rl.errors import InputError
 from beam_rl.megatron.model import BeamConfig, BeamModel, build_model, config_from_hf
 
 QKVG = ("q", "k", "v", "gate")
@@ -145,14 +146,14 @@ class BeamCheckpoint:
     """A Beam checkpoint in HF format: a folder with `config.json` and safetensors."""
 
     def __init__(self, path: str) -> None:
-        """Raises ValueError, in one line, if `path` is not such a folder or lacks a tensor of the model."""
+        """Raises InputError, in one line, if `path` is not such a folder or lacks a tensor of the model."""
         self.folder = Path(path)
         self.config = read_config(self.folder)
         self._bridge = AutoBridge.from_hf_pretrained(path)
         expected, found = (tensor_names(self.config), set(self._bridge.hf_pretrained.state.source.get_all_keys()))
         for what, names in (("lacks", expected - found), ("has the unknown", found - expected)):
             if names:
-                raise ValueError(f"model.path = {path}: the checkpoint {what} {min(names)} ({len(names)} such tensors)")
+                raise InputError(f"model.path = {path}: the checkpoint {what} {min(names)} ({len(names)} such tensors)")
 
     def load_into(self, model: BeamModel) -> None:
         self._bridge.load_hf_weights([model])
@@ -163,13 +164,13 @@ class BeamCheckpoint:
 
 
 def read_config(folder: Path) -> Any:
-    """transformers' BeamConfig of a checkpoint folder; ValueError if it is none."""
+    """transformers' BeamConfig of a checkpoint folder; InputError if it is none."""
     try:
         architectures = json.loads((folder / "config.json").read_text()).get("architectures") or []
     except (OSError, ValueError):
-        raise ValueError(f"model.path = {folder}: no folder with a readable config.json") from None
+        raise InputError(f"model.path = {folder}: no folder with a readable config.json") from None
     if "BeamForCausalLM" not in architectures:
-        raise ValueError(f"model.path = {folder}: not a Beam checkpoint (its architectures: {architectures})")
+        raise InputError(f"model.path = {folder}: not a Beam checkpoint (its architectures: {architectures})")
     return AutoConfig.from_pretrained(folder)
 
 

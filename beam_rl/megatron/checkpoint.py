@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
+from beam_rl.errors import InputError
 from beam_rl.megatron.model import BeamModel
 from beam_rl.megatron.optimizer import get_step, parameter_state, set_step
 
@@ -46,10 +47,10 @@ def load(folder: Path, model: BeamModel, optimizer: MegatronOptimizer) -> None:
     """Reads back what `save` wrote, in place; every rank calls it.
 
     Raises:
-        ValueError: the folder holds no complete checkpoint, or one of another model.
+        InputError: the folder holds no complete checkpoint, or one of another model.
     """
     if not (folder / ".metadata").is_file():
-        raise ValueError(f"{folder} holds no complete trainer checkpoint")
+        raise InputError(f"{folder} holds no complete trainer checkpoint")
     reader = _Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
     shards = _shards(model, optimizer)
@@ -99,7 +100,7 @@ def _check_shapes(folder: Path, shards: dict[str, ShardedTensor], stored: dict[s
     for key, shard in shards.items():
         if key not in stored or tuple(stored[key].size) != tuple(shard.global_shape):
             found, due = tuple(stored[key].size) if key in stored else "nothing", tuple(shard.global_shape)
-            raise ValueError(f"{folder} is not a checkpoint of this model: {key} should be {due}, found {found}")
+            raise InputError(f"{folder} is not a checkpoint of this model: {key} should be {due}, found {found}")
 
 
 def _random_states() -> dict[str, Tensor]:

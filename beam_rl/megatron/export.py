@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from beam_rl.errors import InputError
+
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
@@ -25,10 +27,10 @@ def export_checkpoint(
     Args:
         dtype: noted in config.json as the weights' dtype. file_bytes: largest size of a file with several tensors.
     Raises:
-        ValueError: `target` exists and is not an empty folder.
+        InputError: `target` exists and is not an empty folder.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ValueError(f"{target} exists already: export to a new folder")
+        raise InputError(f"{target} exists already: export to a new folder")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -72,7 +72,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_logp: Tensor, _: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logp: Tensor, _: Tensor) -> tuple[Any, ...]:
         hidden, head, targets = ctx.saved_tensors
         softcap, temperature, rounded, chunk_tokens = ctx.options
         grad_hidden = torch.empty_like(hidden)

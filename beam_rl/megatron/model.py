@@ -202,7 +202,7 @@ class BeamGroupedMLP(WeightedOutputs, TEGroupedMLP):
 class BeamMoELayer(MoELayer):
     """Megatron's MoE layer with a router that can be told its choice, and Beam's factor after the experts' sum."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden: Tensor, routes: Tensor | None = None, agreement: Agreement | None = None
     ) -> tuple[Tensor, None]:
         if self.moe_layer_recompute and self.training:

@@ -42,7 +42,7 @@ class Trainer:
         Args:
             model_path: a folder with a Beam checkpoint in HF format. master: "host:port" where the ranks meet.
         Raises:
-            ValueError: not a Beam checkpoint, or `world_size` does not fit `settings.parallel`.
+            InputError: not a Beam checkpoint. ValueError: `world_size` does not fit `settings.parallel`.
         """
         self.settings = settings
         self.checkpoint = BeamCheckpoint(model_path)
@@ -184,7 +184,7 @@ class Trainer:
         """Writes the policy as a HF checkpoint; all ranks call it, the first one writes.
 
         Raises:
-            ValueError: the folder exists and is not empty.
+            InputError: the folder exists and is not empty.
         """
         if dist.get_rank() == 0:
             export_checkpoint(self.hf_tensors(), self.checkpoint.folder, folder, self.config.params_dtype)
@@ -198,7 +198,7 @@ class Trainer:
         checkpoint.save(folder, self.model, self.optimizer)
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote; all ranks call it. ValueError if the folder does not fit this model."""
+        """Restores what `save` wrote; all ranks call it. InputError if the folder does not fit this model."""
         checkpoint.load(folder, self.model, self.optimizer)
 
     def _weights_on_host(self) -> dict[str, Tensor]:

@@ -58,7 +58,6 @@ class Rollout(Section):
     max_batched_tokens: Positive = Field(4096, description="tokens in one engine step")
     kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="CPU engines: host memory for the KV cache")
     gpu_memory_utilization: Fraction = Field(0.85, description="GPU engines: share of the GPU that vLLM may use")
-    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
 
 
 class DynamicSampling(Section):
@@ -153,6 +152,7 @@ class Cluster(Section):
     address: str = Field(
         "local", description="`local` starts Ray here for this run; `auto` or host:port joins a cluster"
     )
+    start_timeout_s: Annotated[float, Field(gt=0)] = Field(600.0, description="until trainer and engines are ready")
 
 
 class Recipe(Section):

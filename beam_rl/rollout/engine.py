@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from beam_rl.errors import InputError
 from beam_rl.rollout import process
 from beam_rl.rollout.launch import EngineSettings, launch, set_environment
 from beam_rl.rollout.routes import Routes, check_routes, route_dtype
@@ -25,7 +26,7 @@ LOG_TAIL_LINES = 40
 STOP_GRACE_S = 10.0
 
 
-class EngineStartError(RuntimeError):
+class EngineStartError(InputError):
     """vLLM did not start; the message ends with the last lines of the engine's own log."""
 
 
