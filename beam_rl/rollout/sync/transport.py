@@ -42,6 +42,13 @@ def gloo_group(store: dist.Store, host: str, rank: int, size: int, deadline_s: f
     return gloo(store, rank, size, options)
 
 
+def broadcast(group: Any, data: Tensor, deadline_s: float) -> None:
+    """Broadcasts `data` from rank 0 in place. Raises RuntimeError after `deadline_s` seconds."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.timeout = 0, timedelta(seconds=deadline_s)
+    group.broadcast([data], options).wait(timedelta(seconds=deadline_s))
+
+
 class WeightSender:
     """The trainer's end. `host` is the address that the engines reach this process at; `port` 0 picks a free one."""
 
@@ -89,7 +96,7 @@ class WeightSender:
             replies = announce(bucket.to_metadata(packed) | timing)
             self._wait_for(f"ready/{self.round}", replies, what)
             try:
-                self.group.broadcast(packed.data, 0).wait(timedelta(seconds=self.deadline_s))
+                broadcast(self.group, packed.data, self.deadline_s)
             except RuntimeError as error:
                 self._collect(replies, what)
                 raise SyncError(f"{what}: broadcast to {self.engine_ranks} engine ranks failed: {error}") from error
@@ -147,7 +154,7 @@ class BucketReceiver:
         data = self.buffer[:nbytes]
         self.store.set(f"ready/{round_}/{self.rank}", "")
         try:
-            self.group.broadcast(data, 0).wait(timedelta(seconds=deadline_s))
+            broadcast(self.group, data, deadline_s)
         except RuntimeError as error:
             raise SyncError(
                 f"engine rank {self.rank}: weight bucket {round_} from the trainer failed: {error}"
