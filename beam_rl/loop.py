@@ -100,7 +100,7 @@ class Loop:
         step = Step(self.state.step + 1, self.report)
         rollout = sample_groups(self.inputs.prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, step)
         batch = build(rollout.groups, self.recipe, self.inputs.num_experts)
-        step.log(rollout_metrics(rollout, batch, self.engines, step.number))
+        step.log(rollout_metrics(rollout, batch, step.number))
         with self.state.advancing(step.number):
             self.learn(batch, step)
         self.state.prompts = self.inputs.prompts.state()
@@ -173,7 +173,7 @@ def learning_rate(updates: int, recipe: Recipe) -> float:
     return o.lr * min(1.0, (updates + 1) / max(1, o.warmup_updates))
 
 
-def rollout_metrics(rollout: Rollout, batch: StepBatch, engines: Engines, step: int) -> dict[str, float]:
+def rollout_metrics(rollout: Rollout, batch: StepBatch, step: int) -> dict[str, float]:
     """What sampling gave. A batch without a single replayed row fails when the recipe asks for replay."""
     if batch.replay and not batch.replay_rows and rollout.groups:
         raise StepError(

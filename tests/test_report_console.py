@@ -215,3 +215,9 @@ def test_the_summary_of_a_run_without_steps(tmp_path: Path) -> None:
     with Run.open(tmp_path / "toy", RECIPE) as run:
         Console(steps=50, file=out).summary(run)
     assert "0 of 50" in out.getvalue()
+
+
+def test_the_documentation_lists_every_metric_as_the_code_has_it() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{name}` | {m.unit or '–'} | {m.meaning} |" for name, m in METRICS.items()]

@@ -56,7 +56,6 @@ def set_environment(settings: EngineSettings) -> None:
     if Path(settings.model).is_dir():
         os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     process.own_children()
-    process.cache_bytecode("vllm")
 
 
 def launch(settings: EngineSettings) -> Any:

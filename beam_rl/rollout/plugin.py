@@ -11,7 +11,6 @@ def register() -> None:
 
     compat.check_version(compat.installed()[1])
     process.follow_owner()
-    process.cache_bytecode("vllm")
     if not compat.has_native_beam():
         # The class, not its name: vLLM would start another Python to look at a class that is only named.
         from beam_rl.rollout.model import BeamForCausalLM

@@ -5,7 +5,6 @@ Linux only. Knows nothing about vLLM.
 
 import contextlib
 import ctypes
-import importlib.util
 import os
 import signal
 import sys
@@ -31,22 +30,6 @@ def follow_owner() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != owner:  # it went before we asked
         os._exit(1)
-
-
-def cache_bytecode(package: str) -> None:
-    """Keeps compiled modules in the user's cache folder, for this process and its children, if nothing else keeps them.
-
-    Container images often set PYTHONDONTWRITEBYTECODE without having compiled the packages. Then each process compiles what
-    it imports; for vLLM's 5,000 modules that is half of an engine's start. `package` tells whether its bytecode exists.
-    """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "beam_rl", "bytecode")
-    if sys.pycache_prefix != str(folder):
-        spec = importlib.util.find_spec(package)
-        compiled = spec is not None and spec.origin and Path(importlib.util.cache_from_source(spec.origin)).exists()
-        if compiled or not sys.dont_write_bytecode:
-            return
-        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
-    sys.dont_write_bytecode = False
 
 
 @contextlib.contextmanager

@@ -89,11 +89,3 @@ class RouteRecorder:
         assert self.slots is not None
         slots = self.slots.of_request(request_id)
         return None if slots is None else self.rows[slots.numpy()]
-
-
-def check_routes(routes: Routes, tokens: int) -> None:
-    """Raises ValueError unless there is a row for each of `tokens` tokens and each row names different experts."""
-    if len(routes) != tokens:
-        raise ValueError(f"{len(routes)} rows of routes for {tokens} tokens")
-    if tokens and routes.shape[2] > 1 and (routes[..., 0] == routes[..., 1]).any():
-        raise ValueError("a row of routes names one expert twice: the capture did not run for it")

@@ -1,0 +1,101 @@
+"""What a step trains on: advantages, samples without routes left out and counted, weights fixed over the mini-batch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from beam_rl.batch import StepBatch, build
+from beam_rl.loop import StepError, learning_rate, rollout_metrics
+from beam_rl.recipe.load import load
+from beam_rl.routes import invalid_rows
+from beam_rl.samples import Completion, Group, Prompt, Sample, pack_one, plan_packs
+from beam_rl.sampling import Rollout
+
+TINY = Path(__file__).parents[1] / "recipes" / "tiny_cpu.yaml"
+EXPERTS, LAYERS, TOP_K = 16, 4, 4
+
+
+def sample(position: int, reward: float, tokens: int = 3, rows: int | None = None) -> Sample:
+    prompt = Prompt(position, position, [1, 5, 6], "7")
+    rows = len(prompt.token_ids) + tokens - 1 if rows is None else rows
+    routes = np.tile(np.arange(TOP_K, dtype=np.uint8), (rows, LAYERS, 1))
+    ids = np.arange(10, 10 + tokens, dtype=np.int32)
+    logp = -np.arange(1, tokens + 1, dtype=np.float32)
+    return Sample(prompt, Completion(f"{position}", ids, logp, routes, "stop", 0), reward=reward)
+
+
+def group(position: int, *rewards: float) -> Group:
+    samples = [sample(position, reward) for reward in rewards]
+    return Group(samples[0].prompt, samples)
+
+
+def test_advantages_are_relative_to_the_group_and_mini_batches_are_whole_groups():
+    batch = build([group(i, 1.0, 0.0) for i in range(5)], load(TINY), EXPERTS)
+    assert [len(part) for part in batch.mini_batches] == [4, 6]
+    for part in batch.mini_batches:
+        # two rewards 1 and 0: mean ½, std ½·√2 (of a sample), so ±½ / 0.7071 = ±0.7071
+        assert [s.advantage for s in part[:2]] == pytest.approx([0.70711, -0.70711], abs=1e-4)
+        assert sum(s.weight * s.response_tokens for s in part) == pytest.approx(1)
+
+
+def test_a_sample_without_all_its_routes_is_left_out_and_counted():
+    groups = [group(0, 1.0, 0.0), group(1, 1.0, 0.0)]
+    groups[0].samples[0] = sample(0, 1.0, rows=2)
+    groups[1].samples[1].completion.routes[1, 2] = 0  # one expert four times, as where nothing was captured
+    batch = build(groups, load(TINY), EXPERTS)
+    assert [len(part) for part in batch.mini_batches] == [1, 1]
+    assert batch.missing_rows == 5 + 1
+    assert batch.replay_rows == 2 * 5
+    assert batch.mini_batches[0][0].advantage < 0, "the advantage is still relative to the whole group"
+
+
+def test_without_replay_no_sample_needs_routes():
+    groups = [group(0, 1.0, 0.0), group(1, 1.0, 0.0)]
+    groups[0].samples[0] = sample(0, 1.0, rows=0)
+    batch = build(groups, load(TINY, ["rollout.routing_replay=false"]), EXPERTS)
+    assert [len(part) for part in batch.mini_batches] == [2, 2]
+    assert (batch.replay_rows, batch.missing_rows) == (0, 0)
+
+
+def test_a_step_where_nothing_can_be_replayed_fails():
+    rollout = Rollout([group(0, 1.0, 0.0)], tokens=6, generate_s=1.0)
+    with pytest.raises(StepError, match="routing_replay is on, and not one token came with routes"):
+        rollout_metrics(rollout, StepBatch([], 0, 10, replay=True), step=1)
+
+
+def test_groups_whose_rewards_are_all_alike_give_nothing_to_learn_from():
+    batch = build([group(0, 1.0, 1.0), group(1, 0.0, 0.0)], load(TINY), EXPERTS)
+    assert batch.mini_batches == []
+
+
+def test_fewer_groups_than_mini_batches_make_fewer_updates():
+    assert len(build([group(0, 1.0, 0.0)], load(TINY), EXPERTS).mini_batches) == 1
+
+
+def test_which_rows_cannot_be_replayed():
+    routes = np.array([[[0, 1, 2, 3]], [[0, 0, 1, 2]], [[0, 0, 0, 0]], [[1, 2, 3, 16]], [[15, 3, 1, 0]]])
+    assert invalid_rows(routes, EXPERTS)[:, 0].tolist() == [False, True, True, True, False]
+
+
+def test_a_pack_lays_samples_end_to_end_and_masks_the_prompts():
+    samples = [sample(0, 1.0, tokens=2), sample(1, 0.0, tokens=3)]
+    for s, weight in zip(samples, (0.25, 0.5), strict=True):
+        s.weight, s.advantage = weight, weight * 2
+    pack = pack_one(samples, [0, 1])
+    assert pack.cu_tokens.tolist() == [0, 4, 9]
+    assert pack.tokens.tolist() == [1, 5, 6, 10, 1, 5, 6, 10, 11]
+    assert pack.targets.tolist() == [5, 6, 10, 11, 5, 6, 10, 11, 12]
+    assert pack.response.tolist() == [False, False, True, True, False, False, True, True, True]
+    assert pack.logp_engine.tolist() == [0, 0, -1, -2, 0, 0, -1, -2, -3]
+    assert pack.weight.tolist() == [0, 0, 0.25, 0.25, 0, 0, 0.5, 0.5, 0.5]
+    assert pack.routes.shape == (9, LAYERS, TOP_K)
+
+
+def test_packs_keep_the_order_and_the_budget():
+    assert plan_packs([4, 4, 4, 9, 1, 2], token_budget=8) == [[0, 1], [2], [3], [4, 5]]
+
+
+def test_the_learning_rate_warms_up_and_stays():
+    recipe = load(TINY, ["trainer.optimizer.lr=1.0", "trainer.optimizer.warmup_updates=4"])
+    assert [learning_rate(u, recipe) for u in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
