@@ -2,17 +2,39 @@
 
 import errno
 import json
-import logging
-import os
 import signal
 import sys
+import traceback
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from beam_rl.errors import InputError
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose failures are one line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            leave(130, "interrupted; --resume goes on from the last checkpoint, if there is one")
+        except Exception as error:
+            cause = root_cause(error)
+            if isinstance(cause, InputError):
+                leave(2, str(cause))
+            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+                what = cause.filename or "the run"
+                leave(2, f"no space left on the disk while writing {what}; the last complete checkpoint is kept")
+            where = getattr(error, "__notes__", [])  # a run's log.txt has the traceback already
+            if not where:
+                traceback.print_exception(error)
+            leave(1, " ".join([f"{type(cause).__name__}: {cause}".splitlines()[0], *where]))
+
 
 app = typer.Typer(
     help="RL post-training for Beam: Megatron trains, vLLM samples, and the two agree on every log-probability.",
@@ -21,7 +43,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-log = logging.getLogger("beam_rl")
 
 
 class Precision(StrEnum):
@@ -35,7 +56,7 @@ Overrides = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=Command)
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -58,7 +79,7 @@ def train(
     run_training(resolved, out or Path("runs") / resolved.name, resume)
 
 
-@app.command()
+@app.command(cls=Command)
 def eval(
     source: Annotated[Path, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run's folder.")],
     overrides: Overrides = None,
@@ -81,7 +102,7 @@ def eval(
     )
 
 
-@app.command()
+@app.command(cls=Command)
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="runs/<name>/checkpoints/step_N")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.")],
@@ -94,7 +115,7 @@ def export(
     typer.echo(f"written to {out}")
 
 
-@app.command()
+@app.command(cls=Command)
 def tiny(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.")],
     seed: Annotated[int, typer.Option(help="Decides every bit of the checkpoint.")] = 0,
@@ -113,24 +134,10 @@ def tiny(
 
 
 def main() -> None:
-    """The entry point: maps what went wrong to one line and an exit code."""
+    """The entry point of `beam-rl`."""
     signal.signal(signal.SIGTERM, _interrupt)
     sys.argv[1:] = explicit_resume(sys.argv[1:])
-    try:
-        app(standalone_mode=True)
-    except KeyboardInterrupt:
-        _leave(130, "interrupted; --resume goes on from the last checkpoint, if there is one")
-    except Exception as error:
-        cause = root_cause(error)
-        if isinstance(cause, InputError):
-            _leave(2, str(cause))
-        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-            what = cause.filename or "the run"
-            _leave(2, f"no space left on the disk while writing {what}; the last complete checkpoint is kept")
-        log.exception("the run failed")
-        if os.environ.get("BEAM_RL_TRACEBACK"):
-            raise
-        _leave(1, f"{type(cause).__name__}: {cause}".strip().splitlines()[0])
+    app()
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -153,7 +160,8 @@ def _interrupt(signum: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _leave(code: int, message: str) -> None:
+def leave(code: int, message: str) -> NoReturn:
+    """Ends the process with one line on stderr."""
     typer.echo(f"beam-rl: {message}", err=True)
     sys.exit(code)
 

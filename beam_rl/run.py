@@ -99,7 +99,13 @@ class Run:
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Closes the folder; what ended the run goes to log.txt first."""
+        if isinstance(error, InputError | KeyboardInterrupt):
+            LOGGER.error("ended: %s", error or type(error).__name__)
+        elif error is not None:
+            LOGGER.error("ended", exc_info=error)
+            error.add_note(f"(traceback in {self.folder / 'log.txt'})")
         self.close()
 
     def close(self) -> None:

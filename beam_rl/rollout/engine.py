@@ -281,7 +281,7 @@ def check_fits(request: Request, max_model_len: int) -> None:
 
 
 def make_completion(request: Request, output: Any, routes: Routes | None, version: int) -> Completion:
-    """A completion from vLLM's output. Whoever replays the routes counts their rows: a sample that lacks some is left out."""
+    """A completion from vLLM's output. Whoever replays the routes counts their rows and leaves out what lacks some."""
     tokens = np.asarray(output.token_ids, np.int32)
     logp = np.asarray(
         [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32
