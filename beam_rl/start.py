@@ -20,6 +20,7 @@ def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
 
     with Console(recipe.trainer.steps) as console:
         inputs = prepare(recipe, console)
+        console.note(f"{recipe.data.train.path}: {len(inputs.prompts)} prompts ({inputs.prompts.counts})")
         with Run.open(folder, recipe.model_dump(mode="json"), _resume(resume)) as run:
             with Report(console, run, recipe.logging) as report:
                 train(recipe, inputs, run, report)

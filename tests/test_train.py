@@ -219,5 +219,5 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(folder):
 def test_an_engine_that_cannot_start_shows_its_own_last_lines(folder):
     """A KV cache without room for one request, which vLLM finds out by itself."""
     _, err = finish(start(folder / "unstarted", "rollout.kv_cache_gib=0.000001"), code=2)
-    assert err.startswith("beam-rl: vLLM did not start")
-    assert "KV cache" in err
+    assert err.startswith("beam-rl: vLLM did not start: ValueError: No available memory for the cache blocks")
+    assert "Last lines of" in err and "engine-0.log" in err

@@ -32,6 +32,16 @@ class Counts:
     duplicates: int = 0  # the same prompt and answer as an earlier row
     too_long: int = 0  # more than `max_prompt_tokens`
 
+    def __str__(self) -> str:
+        left_out = {
+            "without a prompt": self.no_prompt,
+            "without an answer": self.no_answer,
+            "duplicates": self.duplicates,
+            "too long": self.too_long,
+        }
+        named = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
+        return f"{self.rows} rows" + (f", left out: {named}" if named else "")
+
 
 @dataclass
 class _Columns:

@@ -8,6 +8,7 @@ behind when it stops or its process is killed.
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from beam_rl.rollout.launch import EngineSettings, launch, set_environment
 from beam_rl.rollout.routes import Routes, route_dtype
 from beam_rl.samples import Completion, Request
 
-LOG_TAIL_LINES = 40
+LOG_TAIL_LINES = 25
 STOP_GRACE_S = 10.0
 
 
@@ -73,8 +74,7 @@ class Engine:
             stops = stop_ids(self.settings.model)
             self.llm = launch(self.settings)
         except Exception as error:
-            tail = process.last_lines(self.settings.log, LOG_TAIL_LINES)
-            raise EngineStartError(f"vLLM did not start: {error}\nLast lines of {self.settings.log}:\n{tail}") from None
+            raise EngineStartError(start_failure(error, self.settings.log)) from None
         from beam_rl.rollout import compat
 
         kinds = self.llm.model_config.hf_config.mlp_layer_types
@@ -259,6 +259,13 @@ class Engine:
     def _require_update(self) -> None:
         if self.update_state != "running":
             raise RuntimeError("no weight update is under way: call begin_update first")
+
+
+def start_failure(error: Exception, log: Path) -> str:
+    """Why vLLM did not start, in a line, and the log's last lines. The cause is in the log where a child process failed."""
+    tail = process.last_lines(log, LOG_TAIL_LINES)
+    raised = [line for line in tail.splitlines() if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return f"vLLM did not start: {raised[-1] if raised else error}\nLast lines of {log}:\n{tail}"
 
 
 def stop_ids(model: str) -> tuple[int, ...]:
