@@ -17,8 +17,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 from rollout_fixtures import Reference
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "recipes" / "tiny_cpu.yaml"
