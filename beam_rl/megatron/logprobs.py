@@ -31,8 +31,8 @@ def token_logprobs(
     """Natural-log probability of each target and the entropy of each distribution.
 
     Beyond its inputs, results and gradients a call holds `chunk_tokens` × vocabulary (the rank's part of it) ×
-    `workspace_bytes(dtype)`, forward and backward. The gradient of `head` adds up in FP32, once as large as `head`; for
-    a BF16 head on a CPU each chunk's share exists beside it in BF16. A frozen head costs neither.
+    `workspace_bytes(dtype, device)`, forward and backward. The gradient of `head` adds up in FP32, once as large as
+    `head`; for a BF16 head on a CPU each chunk's share exists beside it in BF16. A frozen head costs neither.
 
     With `tp_group` every rank calls with the same `hidden` and `targets` and gets the same results, bit for bit. The
     gradient of `hidden` is the whole one on every rank: **it is summed over the group here**, so nothing upstream may
@@ -72,10 +72,15 @@ def token_logprobs(
     return _TokenLogprobs.apply(hidden, head, targets, options)
 
 
-def workspace_bytes(dtype: torch.dtype) -> int:
-    """Bytes a logit of the current chunk takes: two FP32 buffers, and one more in BF16 for a BF16 head."""
+def workspace_bytes(dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes a logit of the current chunk takes: two FP32 buffers, and for a BF16 head one in BF16.
+
+    CPUs take a third FP32 one then: torch's operators convert there through a copy, on a GPU in registers.
+    """
     wide = _wide(dtype)
-    return 2 * wide.itemsize + (dtype.itemsize if dtype != wide else 0)
+    if dtype == wide:
+        return 2 * wide.itemsize
+    return (3 if device.type == "cpu" else 2) * wide.itemsize + dtype.itemsize
 
 
 def scaled_logits(hidden: Tensor, head: Tensor, softcap: float, temperature: float, rounded: bool) -> Tensor:

@@ -121,6 +121,9 @@ class Trainer(Section):
     )
     deterministic: bool = Field(False, description="same bits in every run, at some cost in speed")
     token_budget: Positive = Field(4096, description="tokens in one micro-batch; longer samples get one of their own")
+    logprob_chunk_tokens: Positive = Field(
+        1024, description="tokens whose logits over the vocabulary exist at one time"
+    )
     optimizer: Optimizer = Optimizer()
     parallel: Parallel = Parallel()
 
