@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
+from beam_rl.bench import BENCHES
 from beam_rl.errors import InputError
 
 LINE = 400  # characters of an unexpected error that a person reads; the traceback has the rest
@@ -134,6 +135,12 @@ def tiny(
     with Console(0, file=sys.stderr) as console, console.phase("warm start", Schedule().steps, once=True) as phase:
         report = write_tiny(out, seed, lambda step, steps, loss: phase.advance(), dtype=precision.value)
     typer.echo(f"written to {out}: {report.parameters:,} parameters, eval avg@8 {report.avg_at_8:.1%}")
+
+
+bench = typer.Typer(help="Measure a part beside what this machine allows.", no_args_is_help=True, rich_markup_mode=None)
+for _name, _bench in BENCHES.items():
+    bench.command(_name, cls=Command)(_bench)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -211,6 +211,7 @@ def _settings(recipe: Recipe) -> Any:
         seed=recipe.seed,
         optimizer=t.optimizer,
         parallel=t.parallel,
+        chunk_tokens=t.logprob_chunk_tokens,
     )
 
 

@@ -126,6 +126,9 @@ class Trainer(Section):
     )
     deterministic: Switch = Field(False, description="same bits in every run, at some cost in speed")
     token_budget: Positive = Field(4096, description="tokens in one micro-batch; the longest sample must fit")
+    logprob_chunk_tokens: Positive = Field(
+        1024, description="tokens whose logits over the vocabulary exist at one time"
+    )
     optimizer: Optimizer = Optimizer()
     parallel: Parallel = Parallel()
 

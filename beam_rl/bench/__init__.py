@@ -1,0 +1,11 @@
+"""`beam-rl bench NAME`: what a part achieves beside what this machine allows, both measured in the same run.
+
+A bench is one module here with one function: its parameters are the command's options, its docstring the command's
+help, and it ends in `show`. Importing this package starts neither torch nor Megatron.
+"""
+
+from collections.abc import Callable
+
+from beam_rl.bench.logprob import logprob
+
+BENCHES: dict[str, Callable[..., None]] = {"logprob": logprob}
