@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from beam_rl.parity.record import Records
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Completion, Request
@@ -90,6 +91,12 @@ class Engines:
 
         asyncio.run(everything())
         return done
+
+    def probe(self, token_ids: list[int], routes: Any, temperature: float) -> Records:
+        """One sequence through the first engine, every sub-layer recorded (`rollout.engine.Engine.probe`)."""
+        import ray
+
+        return ray.get(self.actors[0].probe.remote(token_ids, routes, temperature))
 
     def _settings(self, index: int) -> Any:
         from beam_rl.rollout.launch import EngineSettings
