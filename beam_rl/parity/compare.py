@@ -19,7 +19,7 @@ GAIN = 4.0  # how much a sub-layer may enlarge its inputs' relative error before
 EXACT = {"input_norm", "post_attention_norm", "residual_attention", "pre_mlp_norm", "router_logits", "experts"}
 EXACT |= {"post_mlp_norm", "residual_mlp", "final_norm"}
 EXACT_BOUND = 3e-4
-TIE_ROUNDING = 1e-6  # of an expert's FP32 score with its correction
+TIE_ROUNDING = 4e-6  # of FP32 sums of a score, a correction bias of up to 16, and another such sum
 PAIRS = ("trainer_reference", "engine_reference", "trainer_engine")  # a tie for the first departure goes to the left
 
 Array = NDArray[np.float32]
@@ -104,8 +104,9 @@ def compare(
         departures[pair] = first_departure(pair, errors[pair], explained, sublayer_bound)
         if departures[pair] is None and not gaps[pair].mean <= logprob_mean_bound:
             departures[pair] = Departure(pair, None, "log_probabilities", gaps[pair].mean)
-    own = sides["trainer"].records, sides["engine" if "engine" in sides else "reference"].records
-    return Comparison(gaps, errors, departures, route_agreement(*own), sublayer_bound, logprob_mean_bound)
+    most_wanted = list(gaps)[-1].split("_")  # trainer and engine, where both are there
+    agreement = route_agreement(*(sides[name].records for name in most_wanted))
+    return Comparison(gaps, errors, departures, agreement, sublayer_bound, logprob_mean_bound)
 
 
 def gap(logp_a: Array, logp_b: Array) -> Gap:

@@ -51,7 +51,7 @@ class Recorder:
         rows = value.detach().reshape(len(value), -1).float()
         if rows.shape[1] > EXACT_DIMS:
             rows = rows @ projection(rows.shape[1]).to(rows.device)
-        self._parts[layer, sublayer].append(rows.cpu())
+        self._parts[layer, sublayer].append(rows.to("cpu", copy=True))  # whoever computed it may reuse its memory
 
     def rows(self, layer: int | None, sublayer: str) -> int:
         """How many tokens this place has seen."""

@@ -67,36 +67,42 @@ class Reference:
     def _observed(self, recorder: Recorder, routes: NDArray[np.integer] | None) -> Iterator[None]:
         inner, hooks = self.model.model, []
 
-        def after(module: Any, layer: int | None, name: str, value: Callable[[Any], Tensor]) -> None:
+        def after(module: Any, layer: int | None, name: str, value: Callable[[Any], Tensor] = _first) -> None:
             hooks.append(module.register_forward_hook(lambda m, i, out: recorder.add(layer, name, value(out))))
 
-        after(inner.embed_tokens, None, "embedding", lambda out: out[0])
-        after(inner.norm, None, "final_norm", lambda out: out[0])
-        sparse = 0
-        for i, layer in enumerate(inner.layers):
-            attention: Any = layer.self_attn
-            after(layer.input_layernorm, i, "input_norm", lambda out: out[0])
-            after(attention.gate_proj, i, "gate", lambda out, a=attention: _gate(out[0], a))
+        def observe_layer(i: int, layer: Any) -> None:
+            attention = layer.self_attn
+            after(layer.input_layernorm, i, "input_norm")
+            after(attention.gate_proj, i, "gate", lambda out: _gate(out[0], attention))
             after(attention, i, "attention_out", lambda out: out[0][0])
-            after(layer.post_attention_layernorm, i, "post_attention_norm", lambda out: out[0])
-            hooks.append(
-                layer.pre_feedforward_layernorm.register_forward_pre_hook(
-                    lambda m, args, i=i: recorder.add(i, "residual_attention", args[0][0])
-                )
-            )
-            after(layer.pre_feedforward_layernorm, i, "pre_mlp_norm", lambda out: out[0])
-            after(layer.mlp, i, "mlp", lambda out: out[0])
-            after(layer.post_feedforward_layernorm, i, "post_mlp_norm", lambda out: out[0])
-            after(layer, i, "residual_mlp", lambda out: out[0])
-            if hasattr(layer.mlp, "gate"):
-                column = None if routes is None else torch.tensor(routes[:, sparse].astype(np.int64))
-                hooks.append(layer.mlp.gate.register_forward_hook(_router_hook(recorder, i, column)))
-                sparse += 1
+            after(layer.post_attention_layernorm, i, "post_attention_norm")
+            norm = layer.pre_feedforward_layernorm
+            before = norm.register_forward_pre_hook(lambda m, x: recorder.add(i, "residual_attention", x[0][0]))
+            hooks.append(before)
+            after(norm, i, "pre_mlp_norm")
+            after(layer.mlp, i, "mlp")
+            after(layer.post_feedforward_layernorm, i, "post_mlp_norm")
+            after(layer, i, "residual_mlp")
+
+        after(inner.embed_tokens, None, "embedding")
+        after(inner.norm, None, "final_norm")
+        for i, layer in enumerate(inner.layers):
+            observe_layer(i, layer)
+        sparse = [i for i, layer in enumerate(inner.layers) if hasattr(layer.mlp, "gate")]
+        for column, i in enumerate(sparse):
+            given = None if routes is None else torch.tensor(routes[:, column].astype(np.int64))
+            router: Any = inner.layers[i].mlp.gate
+            hooks.append(router.register_forward_hook(_router_hook(recorder, i, given)))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _first(out: Tensor) -> Tensor:
+    """Of the one sequence in the batch."""
+    return out[0]
 
 
 def _gate(projected: Tensor, attention: Any) -> Tensor:

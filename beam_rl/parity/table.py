@@ -12,16 +12,23 @@ from beam_rl.parity.record import AFTER, BEFORE, LAYER, Place
 PLAIN_WIDTH = 100  # columns where there is no terminal to ask
 
 
-def show(comparison: Comparison) -> None:
-    """Prints to stdout."""
-    console = rich.console.Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+def show(comparison: Comparison, console: rich.console.Console | None = None) -> None:
+    """Prints to stdout, if to nowhere else."""
+    if console is None:
+        console = rich.console.Console(highlight=False)
+        if not console.is_terminal:
+            console.width = PLAIN_WIDTH
     console.print(pairs_table(comparison))
+    agreement = f"{comparison.route_agreement:.2%}"
+    console.print(
+        Text(f"trainer's and engine's routers choose the same experts in {agreement} of (token, layer) pairs\n")
+    )
     console.print(layers_table(comparison))
     first = comparison.first_departure
     if first is not None and first.layer is not None:
+        console.print()
         console.print(layer_table(comparison, first.layer))
+    console.print()
     console.print(Text(verdict(comparison), style="green" if comparison.within_bounds else "bold red"))
 
 
@@ -30,13 +37,12 @@ def pairs_table(c: Comparison) -> Table:
     for pair, gap in c.gaps.items():
         style = "" if gap.mean <= c.logprob_mean_bound else "red"
         table.add_row(_pair(pair), f"{gap.mean:.2e}", f"{gap.max:.2e}", f"{c.logprob_mean_bound:.0e}", style=style)
-    table.caption = f"the routers of trainer and engine agree in {c.route_agreement:.2%} of (token, sparse layer) pairs"
     return table
 
 
 def layers_table(c: Comparison) -> Table:
     """The largest relative error of each layer, and the sub-layer that has it."""
-    table = _table("largest relative error a layer, and where", "layer", *map(_pair, c.errors))
+    table = _table("largest relative error of each layer; * where a pair first departs", "layer", *map(_pair, c.errors))
     places = {place for errors in c.errors.values() for place in errors}
     for name in BEFORE:
         table.add_row(name, *(_cell(c, pair, [(None, name)]) for pair in c.errors))
@@ -78,18 +84,18 @@ def odd_one_out(departures: Mapping[str, Departure | None], first: Departure) ->
 
 
 def _cell(c: Comparison, pair: str, places: list[Place], named: bool = True) -> Text:
-    known = [(c.errors[pair][place], place) for place in places if place in c.errors[pair]]
+    """The largest error of the places; of a layer where the pair first departs, the departing one's, marked."""
+    errors, departure = c.errors[pair], c.departures[pair]
+    known = [place for place in places if place in errors]
     if not known:
         return Text("–", style="dim")
-    error, (layer, name) = max(known, key=lambda e: e[0])
-    departure = c.departures[pair]
-    at = departure and (departure.layer, departure.sublayer)
-    departs = departure is not None and at in places
-    if departs and departure is not None and at in c.errors[pair]:
-        error, name = c.errors[pair][at], departure.sublayer
-    text = Text(f"{error:.1e}", style="bold red" if departs else "")
-    text.append(f" {name}" if named and layer is not None else "", style="red" if departs else "dim")
-    return text.append(" ← departs", style="bold red") if departs else text
+    first: Place | None = (departure.layer, departure.sublayer) if departure else None
+    departs = first in known
+    at = first if first is not None and departs else max(known, key=lambda place: errors[place])
+    text = Text(f"{errors[at]:.1e}", style="bold red" if departs else "")
+    if named and at[0] is not None and errors[at]:
+        text.append(f" {at[1]}", style="red" if departs else "dim")
+    return text.append(" *", style="bold red") if departs else text
 
 
 def _pair(pair: str) -> str:
@@ -97,7 +103,7 @@ def _pair(pair: str) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", box=None, pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=True)
     return table

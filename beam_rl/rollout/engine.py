@@ -160,8 +160,10 @@ class Engine:
         """Prefills one sequence alone and returns what each sub-layer computed for every token but the last.
 
         routes: (tokens − 1, MoE layers, top-k) experts to use; None: as the routers choose. temperature: of the logits.
-        Raises RuntimeError while requests are running, during a weight update, or for a vLLM that brings its own Beam.
+        Raises ValueError for routes of another length; RuntimeError while requests are running or weights are updated.
         """
+        if routes is not None and len(routes) != len(token_ids) - 1:
+            raise ValueError(f"{len(routes)} rows of routes for a sequence of {len(token_ids)} tokens")
         self._refuse_during_update("probe")
         if self.in_flight:
             raise RuntimeError(f"cannot probe: {len(self.in_flight)} requests are still sampling")

@@ -3,7 +3,7 @@
 Works on modules with a checkpoint's names, run eagerly (on a CPU they are). Knows nothing about the other sides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,22 +50,25 @@ class Probe:
     def _observe_layer(self, i: int, layer: Any) -> None:
         attention = layer.self_attn
         self._after(layer.input_layernorm, i, "input_norm", lambda out: out)
-        hook = attention.attn.register_forward_pre_hook(
-            lambda m, qkv: [self.recorder.add(i, name, part) for name, part in zip("qkv", qkv, strict=True)] and None
-        )
-        self._undo.append(hook.remove)
+        self._before(attention.attn, i, ("q", "k", "v"))
         self._after(attention.attn, i, "attention", lambda out: out)
         self._after(attention.output_gate_proj, i, "gate", lambda out: gate(out[0], attention.gate_bias))
         self._after(attention, i, "attention_out", lambda out: out)
         self._after(layer.post_attention_layernorm, i, "post_attention_norm", lambda out: out)
-        hook = layer.pre_feedforward_layernorm.register_forward_pre_hook(
-            lambda m, args: self.recorder.add(i, "residual_attention", args[0])
-        )
-        self._undo.append(hook.remove)
+        self._before(layer.pre_feedforward_layernorm, i, ("residual_attention",))
         self._after(layer.pre_feedforward_layernorm, i, "pre_mlp_norm", lambda out: out)
         self._after(layer.mlp, i, "mlp", lambda out: out)
         self._after(layer.post_feedforward_layernorm, i, "post_mlp_norm", lambda out: out)
         self._after(layer, i, "residual_mlp", lambda out: out)
+
+    def _before(self, module: Any, layer: int, names: Sequence[str]) -> None:
+        """Records the module's inputs under `names`."""
+
+        def hook(m: Any, inputs: tuple[Tensor, ...]) -> None:
+            for name, value in zip(names, inputs, strict=True):
+                self.recorder.add(layer, name, value)
+
+        self._undo.append(module.register_forward_pre_hook(hook).remove)
 
     def _after(self, module: Any, layer: int | None, name: str, value: Callable[[Any], Tensor]) -> None:
         hook = module.register_forward_hook(lambda m, i, out: self.recorder.add(layer, name, value(out)))
