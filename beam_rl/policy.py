@@ -3,9 +3,8 @@
 Splits a step's mini-batches over the data-parallel ranks, ships each micro-batch once, and reduces what comes back.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,10 +141,8 @@ class Policy:
 
     def score(self, mini_batches: Sequence[Sequence[Sample]]) -> Scores:
         """Ships the step's samples to the ranks and scores them; `update` then refers to a mini-batch by its index."""
-        budget = self.recipe.trainer.token_budget
-        per_rank = [
-            [_packs(part, budget) for part in parts] for parts in zip(*map(self._shares, mini_batches), strict=True)
-        ]
+        shares = [self._packs(samples) for samples in mini_batches]
+        per_rank = [[share[rank] for share in shares] for rank in range(self.world_size)]
         scores = self._each("score", [(batches,) for batches in per_rank])
         return Scores(
             logp=np.concatenate([s.logp for s in scores]),
@@ -195,10 +192,11 @@ class Policy:
     def export(self, folder: Path) -> None:
         self._all("export", str(folder))
 
-    def _shares(self, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
-        """A mini-batch's samples in one contiguous share a rank."""
-        edges = np.linspace(0, len(samples), self.world_size + 1).round().astype(int)
-        return (samples[a:b] for a, b in pairwise(edges))
+    def _packs(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+        """A mini-batch as micro-batches, for each rank."""
+        budget = self.recipe.trainer.token_budget
+        plan = plan_packs([s.model_tokens for s in samples], budget, self.world_size)
+        return [[pack_one(samples, pack) for pack in rank if pack] for rank in plan]
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return self._each(method, [args] * len(self.workers))
@@ -207,11 +205,6 @@ class Policy:
         import ray
 
         return ray.get([getattr(w, method).remote(*a) for w, a in zip(self.workers, args, strict=True)])
-
-
-def _packs(samples: Sequence[Sample], token_budget: int) -> list[MicroBatch]:
-    plan = plan_packs([s.model_tokens for s in samples], token_budget)
-    return [pack_one(samples, indices) for indices in plan]
 
 
 def _settings(recipe: Recipe) -> Any:

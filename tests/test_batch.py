@@ -92,8 +92,24 @@ def test_a_pack_lays_samples_end_to_end_and_masks_the_prompts():
     assert pack.routes.shape == (9, LAYERS, TOP_K)
 
 
-def test_packs_keep_the_order_and_the_budget():
-    assert plan_packs([4, 4, 4, 9, 1, 2], token_budget=8) == [[0, 1], [2], [3], [4, 5]]
+def test_packs_stay_within_the_budget_and_are_balanced_over_ranks():
+    # 24 tokens on 2 ranks with room for 8: two micro-batches a rank; 7, then the fours, then the 1 beside a four
+    assert plan_packs([4, 4, 4, 7, 1, 4], token_budget=8, ranks=2) == [[[3], [1, 4]], [[0, 5], [2]]]
+    lengths = np.random.default_rng(0).integers(5, 400, 200).tolist()
+    plan = plan_packs(lengths, token_budget=2000, ranks=3)
+    assert sorted(i for rank in plan for pack in rank for i in pack) == list(range(200))
+    assert len({len(rank) for rank in plan}) == 1
+    tokens = [[sum(lengths[i] for i in pack) for pack in rank] for rank in plan]
+    assert max(map(max, tokens)) <= 2000
+    per_rank = list(map(sum, tokens))
+    assert max(per_rank) <= 1.02 * min(per_rank)
+    assert sum(map(len, tokens)) == -(-sum(lengths) // 6000) * 3, "no more micro-batches than the tokens need"
+
+
+def test_a_rank_may_have_no_sample_and_a_sample_may_not_exceed_the_budget():
+    assert plan_packs([5], token_budget=8, ranks=2) == [[[0]], [[]]]
+    with pytest.raises(ValueError, match=r"token_budget = 8: a sample has 30 tokens"):
+        plan_packs([2, 30], token_budget=8, ranks=2)
 
 
 def test_the_learning_rate_warms_up_and_stays():

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from rollout_fixtures import Reference
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "recipes" / "tiny_cpu.yaml"
@@ -156,8 +157,6 @@ def exported(whole: Path, folder: Path) -> Path:
 
 
 def test_the_export_has_the_checkpoints_names_and_types_and_a_trained_router(exported, tiny_folder):
-    from safetensors.torch import load_file
-
     before, after = load_file(tiny_folder / "model.safetensors"), load_file(exported / "model.safetensors")
     assert {n: (t.dtype, t.shape) for n, t in before.items()} == {n: (t.dtype, t.shape) for n, t in after.items()}
     routers = [name for name in after if name.endswith("mlp.gate.weight")]
@@ -191,8 +190,14 @@ def test_the_export_gives_the_trainers_log_probabilities_in_a_fresh_vllm_and_in_
         done = engines.generate([requests])
         samples = [Sample(prompt, done[r.id], weight=1.0) for r in requests]
         scores = policy.score([samples])
+        engines.load(policy, version=4)
+        router = "model.layers.6.mlp.gate.weight"
+        held = ray.get(engines.actors[0].weight.remote(router))
     assert np.abs(scores.logp - scores.logp_engine).max() < 2e-5
     assert scores.routes_agree == scores.routes_total > 0
+    assert held.dtype == np.float32
+    assert np.array_equal(held, load_file(exported / "model.safetensors")[router].numpy())
+    assert not np.array_equal(held, load_file(tiny_folder / "model.safetensors")[router].numpy())
     reference = Reference(exported)
     expected = np.concatenate([reference.score(prompt.token_ids, s.completion.token_ids)[0] for s in samples])
     assert np.abs(scores.logp - expected).max() < 2e-5

@@ -42,12 +42,6 @@ def _batch(recipe: "Recipe") -> Iterator[str]:
             f"trainer.mini_batches = {t.mini_batches}: must divide rollout.prompts_per_step = {r.prompts_per_step}, "
             "since a group is never split over updates"
         )
-    per_update = r.prompts_per_step * r.samples_per_prompt // t.mini_batches
-    if per_update % t.parallel.dp:
-        yield (
-            f"trainer.parallel.dp = {t.parallel.dp}: must divide the {per_update} samples of a mini-batch "
-            "(rollout.prompts_per_step · rollout.samples_per_prompt / trainer.mini_batches)"
-        )
     longest = recipe.data.max_prompt_tokens + r.max_response_tokens
     if r.max_batched_tokens < r.max_num_seqs:
         yield (
