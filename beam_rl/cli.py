@@ -108,6 +108,28 @@ def eval(
 
 
 @app.command(cls=Command)
+def parity(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Score the same tokens with trainer, engine and transformers, and print where they first depart.
+
+    Ends with 1 if a sub-layer or the log-probabilities exceed the recipe's bounds (`parity.*`).
+    """
+    from beam_rl.parity.table import show
+    from beam_rl.start import run_parity
+
+    comparison = run_parity(recipe, overrides or ())
+    if as_json:
+        typer.echo(json.dumps(comparison.record()))
+    else:
+        show(comparison)
+    if not comparison.within_bounds:
+        raise typer.Exit(1)
+
+
+@app.command(cls=Command)
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="runs/<name>/checkpoints/step_N")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.")],

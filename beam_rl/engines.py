@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from beam_rl.parity.record import Records
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Completion, Request
@@ -91,6 +92,12 @@ class Engines:
         import ray
 
         ray.get([a.forget_prefixes.remote() for a in self.actors], timeout=self.recipe.sync.deadline_s)
+
+    def probe(self, token_ids: list[int], routes: Any, temperature: float) -> Records:
+        """One sequence through the first engine, every sub-layer recorded (`rollout.engine.Engine.probe`)."""
+        import ray
+
+        return ray.get(self.actors[0].probe.remote(token_ids, routes, temperature))
 
     def _settings(self, index: int) -> Any:
         from beam_rl.rollout.launch import EngineSettings

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
 from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
 
@@ -66,6 +67,12 @@ class PolicyWorker:
         from beam_rl.algorithms.losses import objective
 
         return self.trainer.update(self.mini_batches[index], partial(objective, settings=self.algorithm), lr)
+
+    def probe(self, sequences: list[MicroBatch]) -> dict[int, Records]:
+        """What every sub-layer computes, by the sequence's index; of this rank's sequences and layers."""
+        from beam_rl.megatron.probe import probe
+
+        return probe(self.trainer, sequences)
 
     def peak_memory(self) -> dict[str, float]:
         """Bytes this process has held at most, so far."""
@@ -153,6 +160,15 @@ class Policy:
     def update(self, index: int, lr: float) -> dict[str, float]:
         """One optimizer update over mini-batch `index`; the metrics are the same on every rank."""
         return self._all("update", index, lr)[0]
+
+    def probe(self, samples: Sequence[Sample]) -> list[Records]:
+        """What every sub-layer computes for each sample, put together from all ranks."""
+        sequences = [pack_one(samples, [i]) for i in range(len(samples))]
+        whole: list[Records] = [{} for _ in samples]
+        for rank in self._all("probe", sequences):
+            for i, records in rank.items():
+                whole[i] |= records
+        return whole
 
     def peak_memory(self) -> dict[str, float]:
         """The largest of the ranks' peaks, in bytes."""

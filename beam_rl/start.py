@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from beam_rl.errors import InputError
+from beam_rl.parity.compare import Comparison
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Recipe
 from beam_rl.report import Console, Report
@@ -53,6 +54,16 @@ def run_evaluation(source: Path, overrides: Iterable[str]) -> dict[str, Any]:
         with console.phase("evaluating", samples, once=True) as phase:
             scores = evaluate(inputs.eval_prompts, cluster.engines, verifier, inputs.decode, recipe, phase.advance)
     return scores.record(inputs.eval_task)
+
+
+def run_parity(source: Path, overrides: Iterable[str]) -> Comparison:
+    """Compares trainer, engine and reference on the recipe's starting model; what goes on is shown on stderr."""
+    from beam_rl.inputs import prepare
+    from beam_rl.parity.check import check
+
+    recipe = load(source, overrides)
+    with Console(0, file=sys.stderr) as console, scratch() as folder:
+        return check(recipe, prepare(recipe, console), folder, console)
 
 
 def run_export(path: Path, out: Path) -> None:

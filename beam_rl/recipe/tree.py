@@ -164,6 +164,16 @@ class Cluster(Section):
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(600.0, description="until trainer and engines are ready")
 
 
+class Parity(Section):
+    prompts: Positive = Field(4, description="prompts to sample one response each, which trainer and engine then score")
+    sublayer_bound: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="relative error that a sub-layer may add; default 1e-5 for fp32, 2e-2 for bf16"
+    )
+    logprob_mean_bound: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="mean |Δlogp| of any two sides, nats; default 1e-5 for fp32, 1e-2 for bf16"
+    )
+
+
 class Recipe(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     seed: Count = 0
@@ -176,6 +186,7 @@ class Recipe(Section):
     sync: Sync = Sync()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
+    parity: Parity = Parity()
     logging: Logging = Logging()
     cluster: Cluster = Cluster()
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beam_rl.errors import InputError
+from beam_rl.parity.record import Records
 from beam_rl.rollout import process
 from beam_rl.rollout.launch import EngineSettings, launch, set_environment
 from beam_rl.rollout.routes import Routes, route_dtype
@@ -158,6 +159,40 @@ class Engine:
         """What the engine holds now under a checkpoint's tensor name; BF16 comes as its bits in uint16."""
         dtype, shape, raw = (await self.llm.collective_rpc("read_weight", args=(name,)))[0]
         return np.frombuffer(raw, np.uint16 if dtype == "bfloat16" else dtype).reshape(shape)
+
+    async def probe(self, token_ids: list[int], routes: Routes | None, temperature: float) -> Records:
+        """Prefills one sequence alone and returns what each sub-layer computed for every token but the last.
+
+        routes: (tokens − 1, MoE layers, top-k) experts to use; None: as the routers choose. temperature: of the logits.
+        Raises ValueError for routes of another length; RuntimeError while requests are running or weights are updated.
+        """
+        if routes is not None and len(routes) != len(token_ids) - 1:
+            raise ValueError(f"{len(routes)} rows of routes for a sequence of {len(token_ids)} tokens")
+        self._refuse_during_update("probe")
+        if self.in_flight:
+            raise RuntimeError(f"cannot probe: {len(self.in_flight)} requests are still sampling")
+        raw = b"" if routes is None else routes.astype(np.int64).tobytes()
+        await self.llm.collective_rpc("begin_probe", args=(raw, [] if routes is None else list(routes.shape)))
+        try:
+            await self._prefill(token_ids[:-1])
+            found = (await self.llm.collective_rpc("take_probe", args=(token_ids[1:], temperature)))[0]
+        finally:
+            await self.llm.collective_rpc("cancel_probe")
+        return {(layer, name): np.frombuffer(raw, np.float32).reshape(shape) for layer, name, shape, raw in found}
+
+    async def _prefill(self, token_ids: list[int]) -> None:
+        """Runs every one of the tokens through the model once, whatever the prefix cache holds."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1, detokenize=False, skip_reading_prefix_cache=True, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        collector = await self.llm.add_request("probe", tokens_input(token_ids), params)
+        await collector.get()
+        if self._routes_come_from_worker():
+            await self.llm.collective_rpc("drop_routes", args=([collector.request_id],))
 
     async def counters(self) -> EngineCounters:
         """What the engine has done and holds."""

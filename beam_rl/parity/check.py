@@ -1,0 +1,114 @@
+"""The same tokens through reference, trainer and engine: started as a run would, then compared.
+
+The engine samples the responses first, so the tokens, their log-probabilities and routes are what training sees. Knows
+nothing about Megatron, vLLM or transformers beyond their handles.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from beam_rl.cluster import Cluster
+from beam_rl.engines import Engines
+from beam_rl.inputs import Inputs
+from beam_rl.parity.compare import Comparison, Side, compare
+from beam_rl.parity.record import Records, concatenate
+from beam_rl.recipe.tree import Recipe
+from beam_rl.routes import invalid_rows
+from beam_rl.samples import Prompt, Request, Sample
+from beam_rl.sampling import sampling_seed
+from beam_rl.step import Display
+
+SUBLAYER_BOUND = {"fp32": 1e-5, "bf16": 2e-2}
+LOGPROB_MEAN_BOUND = {"fp32": 1e-5, "bf16": 1e-2}
+
+
+class ReferenceWorker:
+    """`parity.reference.Reference` in a process that imports nothing before it is asked to."""
+
+    def start(self, model_path: str, precision: str, rounded_logits: bool, temperature: float) -> None:
+        from beam_rl.parity.reference import Reference
+
+        self.reference = Reference(model_path, precision, rounded_logits, temperature)
+
+    def probe(self, token_ids: list[int], routes: NDArray[np.integer] | None) -> Records:
+        return self.reference.probe(np.asarray(token_ids), routes)
+
+
+def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Comparison:
+    """Starts all three sides, samples `parity.prompts` responses, and compares.
+
+    Raises:
+        RuntimeError: an engine's sample came without routes that can be replayed, where the recipe asks for replay.
+    """
+    import ray
+
+    with ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(recipe, inputs.model_path, folder, display))
+        worker: Any = ray.remote(num_cpus=1)(ReferenceWorker).remote()
+        stack.callback(ray.kill, worker)
+        rounded, temperature = recipe.trainer.numerics == "engine", recipe.rollout.temperature
+        loading = worker.start.remote(str(inputs.model_path), recipe.trainer.precision, rounded, temperature)
+        with display.phase("syncing", once=True):
+            cluster.engines.load(cluster.policy, version=0)
+        samples = sample(recipe, inputs, cluster.engines)
+        with display.phase("probing trainer, engine and reference", once=True):
+            ray.get(loading)
+            trainer = cluster.policy.probe(samples)
+            engine = [cluster.engines.probe(token_ids(s), s.completion.routes, temperature) for s in samples]
+            reference = ray.get([worker.probe.remote(token_ids(s), s.completion.routes) for s in samples])
+    as_sampled = np.concatenate([s.completion.logp for s in samples])
+    sides = {
+        "reference": Side(concatenate(reference), response_logp(samples, reference)),
+        "trainer": Side(concatenate(trainer), response_logp(samples, trainer)),
+        "engine": Side(concatenate(engine), as_sampled),
+    }
+    bounds, precision = recipe.parity, recipe.trainer.precision
+    return compare(
+        sides,
+        replayed=recipe.rollout.routing_replay,
+        sublayer_bound=bounds.sublayer_bound or SUBLAYER_BOUND[precision],
+        logprob_mean_bound=bounds.logprob_mean_bound or LOGPROB_MEAN_BOUND[precision],
+    )
+
+
+def sample(recipe: Recipe, inputs: Inputs, engines: Engines) -> list[Sample]:
+    """One response for each of the first eval prompts, or of the training prompts where there is no eval set."""
+    wanted = recipe.parity.prompts
+    prompts = inputs.eval_prompts[:wanted] or inputs.prompts.take(wanted)
+    done = engines.generate([[_request(p, recipe)] for p in prompts])
+    samples = [Sample(p, done[_request(p, recipe).id]) for p in prompts]
+    if recipe.rollout.routing_replay:
+        for s in samples:
+            routes = s.completion.routes
+            if routes is None or len(routes) != s.model_tokens or invalid_rows(routes, inputs.num_experts).any():
+                raise RuntimeError(
+                    f"rollout.routing_replay is on, but the engine's routes of request {s.completion.id} can't be replayed"
+                )
+    return samples
+
+
+def _request(prompt: Prompt, recipe: Recipe) -> Request:
+    return Request(
+        id=f"parity-{prompt.position}",
+        prompt_ids=prompt.token_ids,
+        seed=sampling_seed(recipe.seed, "parity", prompt.position),
+        max_tokens=recipe.rollout.max_response_tokens,
+        temperature=recipe.rollout.temperature,
+    )
+
+
+def token_ids(sample: Sample) -> list[int]:
+    return [*sample.prompt.token_ids, *sample.completion.token_ids.tolist()]
+
+
+def response_logp(samples: Sequence[Sample], records: Sequence[Records]) -> NDArray[np.float32]:
+    """(response tokens,) of all samples end to end."""
+    each = [
+        r[None, "log_probabilities"][len(s.prompt.token_ids) - 1 :, 0] for s, r in zip(samples, records, strict=True)
+    ]
+    return np.concatenate(each)
