@@ -9,6 +9,7 @@ from typing import Any
 
 from beam_rl.data import PromptStream, read_prompts
 from beam_rl.errors import InputError
+from beam_rl.layout import check_layout
 from beam_rl.recipe.tree import DataSource, Recipe
 from beam_rl.samples import Prompt
 from beam_rl.step import Display
@@ -44,6 +45,8 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
         raise InputError(f"model.path = {path}: no tokenizer that can be read ({str(e).splitlines()[0]})") from None
+    for problem in check_layout(config, recipe.trainer.parallel):
+        raise InputError(problem)
     longest, data = recipe.data.max_prompt_tokens, recipe.data
     train = PromptStream.open(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, "data.train")
     notes = [f"{data.train.path}: {len(train)} prompts to train on ({train.counts})"]

@@ -3,6 +3,7 @@
 Splits a step's mini-batches over the data-parallel ranks, ships each micro-batch once, and reduces what comes back.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from beam_rl.layout import cut_routes, even_out, pad, place_of
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
 from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
@@ -45,17 +47,18 @@ class PolicyWorker:
     def score(self, mini_batches: list[list[MicroBatch]]) -> Scores:
         """Takes over the step's micro-batches and scores them with the current weights."""
         flat = [m for batch in mini_batches for m in batch]
-        none = np.empty(0, np.float32)  # a rank may have no sample
         scores = self.trainer.score(flat)
-        reference = self.trainer.score_reference(flat) if self.algorithm.kl.coefficient else [None] * len(flat)
-        flat = [
-            replace(m, logp_old=s.logp, logp_reference=r.logp if r else None)
-            for m, s, r in zip(flat, scores, reference, strict=True)
-        ]
+        reference = self.trainer.score_reference(flat) if self.algorithm.kl.coefficient else [None] * len(scores)
+        if scores:  # else a pipeline stage without the head, which needs no log-probabilities
+            flat = [
+                replace(m, logp_old=s.logp, logp_reference=r.logp if r else None)
+                for m, s, r in zip(flat, scores, reference, strict=True)
+            ]
         rest = iter(flat)
         self.mini_batches = [[next(rest) for _ in batch] for batch in mini_batches]
+        none = np.empty(0, np.float32)
         return Scores(
-            logp=np.concatenate([none, *(s.logp[m.response] for m, s in zip(flat, scores, strict=True))]),
+            logp=np.concatenate([none, *(s.logp[m.response] for m, s in zip(flat, scores, strict=False))]),
             logp_engine=np.concatenate([none, *(m.logp_engine[m.response] for m in flat)]),
             routes_agree=sum(s.routes_agree for s in scores),
             routes_total=sum(s.routes_total for s in scores),
@@ -123,14 +126,17 @@ class Policy:
 
     def __init__(self, recipe: Recipe, model_path: Path) -> None:
         self.recipe, self.model_path = recipe, model_path
-        self.world_size = recipe.trainer.parallel.dp
+        config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        self.num_experts = config["num_experts"]
+        parallel, kinds = recipe.trainer.parallel, config["mlp_layer_types"]
+        self.places = [place_of(rank, parallel, kinds) for rank in range(parallel.ranks)]
 
     def __enter__(self) -> "Policy":
         import ray
 
         worker: Any = ray.remote(num_cpus=1)(PolicyWorker)
-        self.workers: list[Any] = [worker.remote(self.recipe.algorithm, rank) for rank in range(self.world_size)]
-        start = (str(self.model_path), _settings(self.recipe), self.world_size, f"127.0.0.1:{free_port()}")
+        self.workers: list[Any] = [worker.remote(self.recipe.algorithm, rank) for rank in range(len(self.places))]
+        start = (str(self.model_path), _settings(self.recipe), len(self.places), f"127.0.0.1:{free_port()}")
         self.starting = [w.start.remote(*start) for w in self.workers]
         return self
 
@@ -147,14 +153,15 @@ class Policy:
 
     def score(self, mini_batches: Sequence[Sequence[Sample]]) -> Scores:
         """Ships the step's samples to the ranks and scores them; `update` then refers to a mini-batch by its index."""
-        shares = [self._packs(samples) for samples in mini_batches]
-        per_rank = [[share[rank] for share in shares] for rank in range(self.world_size)]
+        replicas = [self._micro_batches(samples) for samples in mini_batches]
+        per_rank = [[[cut_routes(m, place) for m in r[place.dp]] for r in replicas] for place in self.places]
         scores = self._each("score", [(batches,) for batches in per_rank])
+        known = [s for s, place in zip(scores, self.places, strict=True) if place.reports]
         return Scores(
-            logp=np.concatenate([s.logp for s in scores]),
-            logp_engine=np.concatenate([s.logp_engine for s in scores]),
-            routes_agree=sum(s.routes_agree for s in scores),
-            routes_total=sum(s.routes_total for s in scores),
+            logp=np.concatenate([s.logp for s in known]),
+            logp_engine=np.concatenate([s.logp_engine for s in known]),
+            routes_agree=sum(s.routes_agree for s in known),
+            routes_total=sum(s.routes_total for s in known),
         )
 
     def update(self, index: int, lr: float) -> dict[str, float]:
@@ -198,11 +205,13 @@ class Policy:
     def export(self, folder: Path) -> None:
         self._all("export", str(folder))
 
-    def _packs(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
-        """A mini-batch as micro-batches, for each rank."""
-        budget = self.recipe.trainer.token_budget
-        plan = plan_packs([s.model_tokens for s in samples], budget, self.world_size)
-        return [[pack_one(samples, pack) for pack in rank if pack] for rank in plan]
+    def _micro_batches(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+        """A mini-batch as padded micro-batches, equally many for each data-parallel replica."""
+        trainer = self.recipe.trainer
+        plan = plan_packs([s.model_tokens for s in samples], trainer.token_budget, trainer.parallel.dp)
+        packs = [[pack_one(samples, indices) for indices in replica if indices] for replica in plan]
+        padded = [[pad(m, trainer.parallel, self.num_experts) for m in replica] for replica in packs]
+        return even_out(padded, trainer.parallel, self.num_experts)
 
     def _all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         return self._each(method, [args] * len(self.workers), timeout_s)
@@ -227,6 +236,7 @@ def _settings(recipe: Recipe) -> Any:
         seed=recipe.seed,
         optimizer=t.optimizer,
         parallel=t.parallel,
+        recompute=t.recompute,
         chunk_tokens=t.logprob_chunk_tokens,
     )
 
