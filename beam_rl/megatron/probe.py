@@ -15,6 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from beam_rl.errors import InputError
+from beam_rl.layout import cut_routes, pad
 from beam_rl.megatron import attention, logprobs
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.parity.record import Recorder, Records
@@ -29,8 +31,12 @@ def probe(trainer: Trainer, sequences: Sequence[MicroBatch]) -> dict[int, Record
     A data-parallel rank takes its share. Returns the records by the sequence's index, of this rank's layers; nothing but
     on the first tensor-parallel rank, which has the whole. Routes are replayed where a sequence has them.
     """
+    parallel, num_experts = trainer.settings.parallel, trainer.config.num_moe_experts
+    for key, size in (("cp", parallel.cp), ("vpp", parallel.vpp)):
+        if size > 1:
+            raise InputError(f"trainer.parallel.{key} = {size}: parity can't look inside such a layout; use 1")
     mine = _share(len(sequences))
-    batches = [sequences[i] for i in mine]
+    batches = [cut_routes(pad(sequences[i], parallel, num_experts), trainer.place) for i in mine]
     recorder = Recorder()
     settings = trainer.settings
     trainer.settings = replace(settings, routing_replay=True, chunk_tokens=max(len(b.tokens) for b in batches))
