@@ -36,7 +36,9 @@ class Layout:
     def settings(self, **changes: Any) -> tiny.TrainerSettings:
         # No clipping: it would scale the gradients that we compare.
         optimizer = Optimizer(lr=LR, weight_decay=0.1, clip_grad=1e9, distributed=self.distributed)
-        return tiny.settings(**({"parallel": self.parallel, "recompute": self.recompute, "optimizer": optimizer} | changes))
+        return tiny.settings(
+            **({"parallel": self.parallel, "recompute": self.recompute, "optimizer": optimizer} | changes)
+        )
 
 
 @dataclass
@@ -139,7 +141,11 @@ def joined(ranks: Sequence[tuple[Any, Seen]]) -> Seen:
     first = ranks[0][1]
     for _, seen in ranks[1:]:
         assert seen.metrics == first.metrics
-        for ours, theirs in ((seen.start, first.start), (seen.gradients, first.gradients), (seen.weights, first.weights)):
+        for ours, theirs in (
+            (seen.start, first.start),
+            (seen.gradients, first.gradients),
+            (seen.weights, first.weights),
+        ):
             assert ours.keys() == theirs.keys()
             assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
     reports = [seen for place, seen in sorted(ranks, key=lambda found: found[0].dp) if place.reports]

@@ -1,5 +1,7 @@
 """A trainer scores as transformers does, learns the same however the batch is split, and resumes as if nothing was."""
 
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
+from beam_rl.megatron.checkpoint import IndexUnpickler
 from beam_rl.recipe.tree import Parallel
 from beam_rl.samples import MicroBatch
 
@@ -211,3 +214,11 @@ def test_two_ranks_learn_what_one_learns() -> None:
 def test_ranks_must_be_as_many_as_the_recipe_says() -> None:
     with pytest.raises(ValueError, match="dp · tp · cp · pp = 2 · 1 · 1 · 1, but there are 1 trainer ranks"):
         tiny.trainer(parallel=Parallel(dp=2))
+
+
+@pytest.mark.parametrize("name", ["os.system", "os.getcwd", "load"])
+def test_a_checkpoints_index_can_not_name_other_code(name: str) -> None:
+    """A protocol-4 pickle may reach through an allowed module: `torch.serialization` imports os."""
+    payload = pickle.PROTO + b"\x04" + b"\x8c\x13torch.serialization" + b"\x8c" + bytes([len(name)]) + name.encode()
+    with pytest.raises(pickle.UnpicklingError, match="does not belong there"):
+        IndexUnpickler(io.BytesIO(payload + b"\x93.")).load()

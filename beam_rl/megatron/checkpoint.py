@@ -196,21 +196,39 @@ def _restore_random_states(states: dict[str, Tensor]) -> None:
     get_cuda_rng_tracker().set_states(named)
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """torch keeps a distributed checkpoint's index as a pickle; this makes none but the index's own objects."""
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "device"},
+    "pathlib": {"PosixPath"},
+}
 
-    _allowed = ("torch.distributed.checkpoint.", "torch.serialization")
+
+class IndexUnpickler(pickle.Unpickler):
+    """torch keeps a distributed checkpoint's index as a pickle; this makes the index's own objects and nothing else.
+
+    Names are taken whole: pickle would follow a dotted one ("os.system") through an allowed module.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        plain = {("torch", "Size"), ("torch", "device"), ("pathlib", "PosixPath"), ("collections", "OrderedDict")}
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module.startswith(self._allowed) or (module, name) in plain or dtype:
+        dtype = module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which does not belong there")
 
 
 class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = _IndexUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+        metadata = IndexUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
         metadata.storage_meta = dcp.metadata.StorageMeta(load_id=self.load_id)
         return metadata

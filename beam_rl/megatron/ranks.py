@@ -4,6 +4,7 @@ Knows nothing about models or losses.
 """
 
 import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def join(settings: TrainerSettings, rank: int, world_size: int, master: str) -> 
             raise ValueError(f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already")
     else:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, init_method=f"tcp://{master}", rank=rank, world_size=world_size)
+        dist.init_process_group(backend, store=_meet(master, rank, world_size), rank=rank, world_size=world_size)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tp,
             pipeline_model_parallel_size=parallel.pp,
@@ -52,6 +53,18 @@ def join(settings: TrainerSettings, rank: int, world_size: int, master: str) -> 
             create_gloo_process_groups=False,
         )
     tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
+
+
+def _meet(master: str, rank: int, world_size: int) -> dist.Store:
+    """The store at `master` ("host:port"), which rank 0 keeps. It listens on that host's address alone.
+
+    torch's own `tcp://` would listen on every interface, and Gloo on the one that the host's name resolves to.
+    """
+    host, port = master.rsplit(":", 1)
+    if host == "127.0.0.1":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    listener = socket.create_server((host, int(port))).detach() if rank == 0 else None
+    return dist.TCPStore(host, int(port), world_size, is_master=rank == 0, master_listen_fd=listener)
 
 
 def leave() -> None:
