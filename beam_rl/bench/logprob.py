@@ -120,13 +120,13 @@ def gemm_rate(case: Case) -> float:
     grads = torch.empty_like(hidden), torch.empty_like(head)
 
     def gemms() -> None:
-        for _ in range(2):  # as often as the backward pass does: once more than forward
+        for _ in range(2):  # forward, and again in the backward pass
             torch.mm(hidden, head.T, out=logits)
         torch.mm(logits, head, out=grads[0])
         torch.mm(logits.T, hidden, out=grads[1])
 
-    gemms()
-    return 4 * gemm_flops(len(hidden), case.hidden) / measure.seconds(gemms, where)
+    _, seconds = measure.peak_and_seconds(gemms, where)
+    return 4 * gemm_flops(len(hidden), case.hidden) / seconds
 
 
 def run_chunked(case: Case) -> tuple[int, float]:
@@ -168,8 +168,7 @@ def _peak_and_seconds(logprobs: Any, case: Case) -> tuple[int, float]:
         logp, _ = logprobs(hidden, head, targets)
         logp.mean().backward()
 
-    peak = measure.peak_bytes(forward_and_backward, where)  # the first call, so that the timed ones are warm
-    return peak, measure.seconds(forward_and_backward, where)
+    return measure.peak_and_seconds(forward_and_backward, where)
 
 
 def _inputs(case: Case, where: Any) -> tuple["Tensor", "Tensor", "Tensor"]:

@@ -8,10 +8,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-REPEATS, ENOUGH_S = 3, 20.0
+RUNS, ENOUGH_S = 4, 20.0
 
 
 def device() -> torch.device:
@@ -30,38 +29,21 @@ def machine(where: torch.device) -> str:
 
 def free_bytes(where: torch.device) -> int:
     """Memory that a new allocation could take."""
-    return torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else psutil.virtual_memory().available
+    return torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else _proc_bytes("meminfo", "MemAvailable")
 
 
-def seconds(work: Callable[[], Any], where: torch.device) -> float:
-    """The fastest of up to three runs, as many as begin within 20 s; whoever calls has warmed up."""
-    times: list[float] = []
-    while len(times) < REPEATS and sum(times) < ENOUGH_S:
-        _finish(where)
-        start = time.perf_counter()
-        work()
-        _finish(where)
-        times.append(time.perf_counter() - start)
-    return min(times)
+def peak_and_seconds(work: Callable[[], Any], where: torch.device) -> tuple[int, float]:
+    """What `work` holds at most beyond what was held before, and the fastest of up to four runs, begun within 20 s.
 
-
-def peak_bytes(work: Callable[[], Any], where: torch.device) -> int:
-    """What `work` holds at most beyond what was held before.
-
-    On a CPU it is the process's own high-water mark, and what the allocator kept from earlier work would hide a part:
-    call it in a fresh process.
+    On a CPU the peak is the process's own high-water mark, and what the allocator kept from earlier work would hide a
+    part: call it in a fresh process.
     """
-    if where.type == "cuda":
-        _finish(where)
-        torch.cuda.reset_peak_memory_stats(where)
-        before = torch.cuda.memory_allocated(where)
-        work()
-        _finish(where)
-        return torch.cuda.max_memory_allocated(where) - before
-    Path("/proc/self/clear_refs").write_text("5")  # the mark starts again from what is held now
-    before = _status_bytes("VmRSS")
-    work()
-    return _status_bytes("VmHWM") - before
+    before = _held(where)
+    times = [_seconds(work, where)]
+    peak = _high_water(where) - before
+    while len(times) < RUNS and sum(times) < ENOUGH_S:
+        times.append(_seconds(work, where))
+    return peak, min(times)
 
 
 def in_fresh_process(work: Callable[..., Any], *args: Any) -> Any:
@@ -77,13 +59,30 @@ def in_fresh_process(work: Callable[..., Any], *args: Any) -> Any:
             raise MemoryError(f"{work.__name__}: its process was killed, most likely for want of memory") from None
 
 
-def _finish(where: torch.device) -> None:
+def _seconds(work: Callable[[], Any], where: torch.device) -> float:
+    start = time.perf_counter()
+    work()
     if where.type == "cuda":
         torch.cuda.synchronize(where)
+    return time.perf_counter() - start
 
 
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def _held(where: torch.device) -> int:
+    """Bytes held now, from which the high-water mark starts again."""
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+        torch.cuda.reset_peak_memory_stats(where)
+        return torch.cuda.memory_allocated(where)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _proc_bytes("self/status", "VmRSS")
+
+
+def _high_water(where: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(where) if where.type == "cuda" else _proc_bytes("self/status", "VmHWM")
+
+
+def _proc_bytes(file: str, field: str) -> int:
+    for line in Path("/proc", file).read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}: memory can't be measured here")
+    raise OSError(f"/proc/{file} has no {field}: memory can't be measured here")
