@@ -10,7 +10,7 @@ from transformers.models.beam import BeamConfig
 from transformers.models.beam.modeling_beam import BeamTopKRouter
 
 from beam_rl.megatron.packing import Agreement
-from beam_rl.megatron.router import choose_experts, count_agreement, expert_weights, invalid_rows
+from beam_rl.megatron.router import choose_experts, count_agreement, expert_weights
 
 
 @pytest.mark.parametrize(("top_k", "groups", "top_groups"), [(4, 4, 2), (6, 4, 3), (3, 8, 4)])
@@ -45,15 +45,6 @@ def test_agreement_counts_sets_not_orders() -> None:
     assert (agreement.agree, agreement.total) == (1, 2)
     count_agreement(torch.tensor([[3, 1]] * 3), torch.tensor([[3, 1]] * 3), agreement)
     assert (agreement.agree, agreement.total) == (3, 4)
-
-
-def test_rows_that_no_router_can_have_chosen_are_found() -> None:
-    routes = np.array(
-        [[[0, 1], [2, 3]], [[0, 0], [2, 3]], [[0, 1], [3, 3]], [[0, 1], [2, 4]], [[1, 0], [3, 2]]], np.uint8
-    )
-    assert invalid_rows(routes, num_experts=4).tolist() == [False, True, True, True, False]
-    assert invalid_rows(np.zeros((2, 3, 4), np.uint16), num_experts=256).all()
-    assert not invalid_rows(np.arange(256, dtype=np.uint8)[None, None], num_experts=256).any()
 
 
 def test_replay_takes_effect_and_agreement_tells_how_much_it_changed() -> None:

@@ -166,18 +166,3 @@ def _clip(ratio: Tensor, advantage: Tensor, low: float, high: float) -> TokenLos
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
     binding = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
     return TokenLoss(-surrogate, binding.detach(), None)
-
-
-def statistics(inputs: LossInputs, result: TokenLoss) -> dict[str, Tensor]:
-    """Sums over the response tokens of a pack, to be added up over packs and ranks and divided by `tokens`.
-
-    Returns:
-        0-dimensional FP64 tensors: `tokens`, `clipped`, and where known `kl` and `entropy` (nats).
-    """
-    mask = inputs.response
-    sums = {"tokens": mask.sum(), "clipped": result.clipped[mask].sum()}
-    if result.kl is not None:
-        sums["kl"] = result.kl[mask].sum(dtype=torch.float64)
-    if inputs.entropy is not None:
-        sums["entropy"] = inputs.entropy.detach()[mask].sum(dtype=torch.float64)
-    return {name: value.double() for name, value in sums.items()}

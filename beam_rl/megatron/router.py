@@ -6,11 +6,9 @@ comes as an argument, so that a recomputed layer sees the same one. Knows nothin
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.router import Router
-from numpy.typing import NDArray
 from torch import Tensor
 
 from beam_rl.megatron.packing import Agreement
@@ -40,19 +38,6 @@ def count_agreement(own: Tensor, replayed: Tensor, agreement: Agreement) -> None
     same = (own.sort(dim=-1).values == replayed.sort(dim=-1).values).all(dim=-1)
     agreement.agree += int((same & agreement.counts).sum())
     agreement.total += int(agreement.counts.sum())
-
-
-def invalid_rows(routes: NDArray[np.integer], num_experts: int) -> NDArray[np.bool_]:
-    """Rows that no router can have chosen: an id out of range, or the same expert twice (all zeros among them).
-
-    routes: (tokens, MoE layers, top-k) expert ids. Returns (tokens,) True where a layer's choice is impossible.
-    """
-    if routes.shape[-1] == 0:
-        raise ValueError("routes have no experts: their last dimension is 0")
-    ordered = np.sort(routes.astype(np.int64), axis=-1)
-    outside = (ordered[..., 0] < 0) | (ordered[..., -1] >= num_experts)
-    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
-    return (outside | repeated).any(axis=-1)
 
 
 class BeamRouter(Router):
