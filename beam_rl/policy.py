@@ -3,9 +3,8 @@
 Splits a step's mini-batches over the data-parallel ranks, ships each micro-batch once, and reduces what comes back.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,7 @@ class PolicyWorker:
     def score(self, mini_batches: list[list[MicroBatch]]) -> Scores:
         """Takes over the step's micro-batches and scores them with the current weights."""
         flat = [m for batch in mini_batches for m in batch]
+        none = np.empty(0, np.float32)  # a rank may have no sample
         scores = self.trainer.score(flat)
         reference = self.trainer.score_reference(flat) if self.algorithm.kl.coefficient else [None] * len(flat)
         flat = [
@@ -54,8 +54,8 @@ class PolicyWorker:
         rest = iter(flat)
         self.mini_batches = [[next(rest) for _ in batch] for batch in mini_batches]
         return Scores(
-            logp=np.concatenate([s.logp[m.response] for m, s in zip(flat, scores, strict=True)]),
-            logp_engine=np.concatenate([m.logp_engine[m.response] for m in flat]),
+            logp=np.concatenate([none, *(s.logp[m.response] for m, s in zip(flat, scores, strict=True))]),
+            logp_engine=np.concatenate([none, *(m.logp_engine[m.response] for m in flat)]),
             routes_agree=sum(s.routes_agree for s in scores),
             routes_total=sum(s.routes_total for s in scores),
         )
@@ -133,12 +133,15 @@ class Policy:
         for worker in self.workers:
             ray.kill(worker)
 
+    def wait_ready(self) -> None:
+        import ray
+
+        ray.get(self.starting)
+
     def score(self, mini_batches: Sequence[Sequence[Sample]]) -> Scores:
         """Ships the step's samples to the ranks and scores them; `update` then refers to a mini-batch by its index."""
-        budget = self.recipe.trainer.token_budget
-        per_rank = [
-            [_packs(part, budget) for part in parts] for parts in zip(*map(self._shares, mini_batches), strict=True)
-        ]
+        shares = [self._packs(samples) for samples in mini_batches]
+        per_rank = [[share[rank] for share in shares] for rank in range(self.world_size)]
         scores = self._each("score", [(batches,) for batches in per_rank])
         return Scores(
             logp=np.concatenate([s.logp for s in scores]),
@@ -170,8 +173,8 @@ class Policy:
     def send_weights(self, engines: "Engines", bucket_bytes: int) -> tuple[int, int]:
         return self._all("send_weights", engines.actors, bucket_bytes)[0]
 
-    def save(self, folder: Path) -> None:
-        self._all("save", str(folder))
+    def save(self, folder: Path, timeout_s: float | None = None) -> None:
+        self._all("save", str(folder), timeout_s=timeout_s)
 
     def load(self, folder: Path) -> None:
         self._all("load", str(folder))
@@ -179,23 +182,20 @@ class Policy:
     def export(self, folder: Path) -> None:
         self._all("export", str(folder))
 
-    def _shares(self, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
-        """A mini-batch's samples in one contiguous share a rank."""
-        edges = np.linspace(0, len(samples), self.world_size + 1).round().astype(int)
-        return (samples[a:b] for a, b in pairwise(edges))
+    def _packs(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+        """A mini-batch as micro-batches, for each rank."""
+        budget = self.recipe.trainer.token_budget
+        plan = plan_packs([s.model_tokens for s in samples], budget, self.world_size)
+        return [[pack_one(samples, pack) for pack in rank if pack] for rank in plan]
 
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        return self._each(method, [args] * len(self.workers))
+    def _all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        return self._each(method, [args] * len(self.workers), timeout_s)
 
-    def _each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _each(self, method: str, args: Sequence[tuple[Any, ...]], timeout_s: float | None = None) -> list[Any]:
         import ray
 
-        return ray.get([getattr(w, method).remote(*a) for w, a in zip(self.workers, args, strict=True)])
-
-
-def _packs(samples: Sequence[Sample], token_budget: int) -> list[MicroBatch]:
-    plan = plan_packs([s.model_tokens for s in samples], token_budget)
-    return [pack_one(samples, indices) for indices in plan]
+        calls = [getattr(w, method).remote(*a) for w, a in zip(self.workers, args, strict=True)]
+        return ray.get(calls, timeout=timeout_s)
 
 
 def _settings(recipe: Recipe) -> Any:

@@ -3,6 +3,7 @@
 Plain numpy, so that it travels through Ray without copies. Knows nothing about Megatron, vLLM or Ray.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,17 +151,28 @@ def pack_one(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
     )
 
 
-def plan_packs(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Splits samples into packs of at most `token_budget` tokens, in order; a longer sample gets a pack of its own.
+def plan_packs(lengths: Sequence[int], token_budget: int, ranks: int) -> list[list[list[int]]]:
+    """Deals samples out to the micro-batches of data-parallel ranks, balanced by tokens.
 
-    The order is kept (no sorting by length) so that the packs, and with them the rounding, hang only on the samples.
+    Every rank gets the same number of micro-batches, the fewest with which none exceeds `token_budget`: longest sample
+    first, each into the micro-batch with the fewest tokens so far. The plan hangs on the lengths alone.
+
+    Returns:
+        for each rank, for each micro-batch, indices of samples, ascending; a micro-batch may be empty.
+    Raises:
+        ValueError: a sample alone exceeds the budget.
     """
-    packs: list[list[int]] = []
-    room = 0
-    for i, n in enumerate(lengths):
-        if not packs or n > room:
-            packs.append([])
-            room = max(token_budget, n)
-        packs[-1].append(i)
-        room -= n
-    return packs
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if order and lengths[order[0]] > token_budget:
+        raise ValueError(f"trainer.token_budget = {token_budget}: a sample has {lengths[order[0]]} tokens")
+    count = max(1, -(-sum(lengths) // (token_budget * ranks)))
+    while True:
+        loads = [(0, b) for b in range(count * ranks)]
+        packs: list[list[int]] = [[] for _ in loads]
+        for i in order:
+            tokens, b = heapq.heappop(loads)
+            packs[b].append(i)
+            heapq.heappush(loads, (tokens + lengths[i], b))
+        if max(loads)[0] <= token_budget:
+            return [[sorted(packs[m * ranks + rank]) for m in range(count)] for rank in range(ranks)]
+        count += 1
