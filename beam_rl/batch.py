@@ -25,8 +25,9 @@ class StepBatch:
     """What a step trains on. Empty `mini_batches`: there is nothing to learn from."""
 
     mini_batches: list[list[Sample]]
-    replay_rows: int  # (token) rows of routes that the trainer will replay
-    missing_rows: int  # rows that were missing or invalid; their samples are left out
+    skipped: int  # mini-batches whose advantages are all 0
+    complete: int  # samples with all that they need; the others are left out
+    missing_rows: int  # rows of routes that were missing or invalid
     replay: bool  # whether the recipe asks for replay
 
 
@@ -41,7 +42,7 @@ def build(groups: Sequence[Group], recipe: Recipe, num_experts: int) -> StepBatc
         rewards = torch.tensor([[s.reward for s in group.samples]])
         for sample, advantage in zip(group.samples, ADVANTAGES[algorithm.advantage](rewards)[0], strict=True):
             sample.advantage = float(advantage)
-    rows = missing = 0
+    missing = complete = skipped = 0
     parts: list[list[Sample]] = []
     for part in _split(groups, recipe.trainer.mini_batches):
         kept = []
@@ -50,11 +51,13 @@ def build(groups: Sequence[Group], recipe: Recipe, num_experts: int) -> StepBatc
                 missing += bad
             else:
                 kept.append(sample)
-                rows += sample.model_tokens if replay else 0
+        complete += len(kept)
         if any(s.advantage for s in kept) or (kept and algorithm.kl.coefficient):
             _set_weights(kept, algorithm.aggregation, recipe.rollout.max_response_tokens)
             parts.append(kept)
-    return StepBatch(parts, rows, missing, replay)
+        else:
+            skipped += 1
+    return StepBatch(parts, skipped, complete, missing, replay)
 
 
 def _set_weights(mini_batch: Sequence[Sample], aggregation: Aggregation, max_response_tokens: int) -> None:

@@ -14,6 +14,8 @@ import typer.core
 
 from beam_rl.errors import InputError
 
+LINE = 400  # characters of an unexpected error that a person reads; the traceback has the rest
+
 
 class Command(typer.core.TyperCommand):
     """A command whose failures are one line on stderr and an exit code."""
@@ -33,7 +35,8 @@ class Command(typer.core.TyperCommand):
             where = getattr(error, "__notes__", [])  # a run's log.txt has the traceback already
             if not where:
                 traceback.print_exception(error)
-            leave(1, " ".join([f"{type(cause).__name__}: {cause}".splitlines()[0], *where]))
+            line = " ".join(f"{type(cause).__name__}: {cause}".split())
+            leave(1, " ".join([line[:LINE], *where]))
 
 
 app = typer.Typer(
@@ -95,9 +98,10 @@ def eval(
     if as_json:
         typer.echo(json.dumps(result))
         return
-    low, high = result["ci95"]
+    interval = result["ci95"]
+    between = f" (95 % interval {interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
     typer.echo(
-        f"{result['task']}: avg@{result['k']} {result['avg@k']:.1%} (95 % interval {low:.1%} to {high:.1%}), "
+        f"{result['task']}: avg@{result['k']} {result['avg@k']:.1%}{between}, "
         f"pass@{result['k']} {result['pass@k']:.1%}, {result['prompts']} prompts"
     )
 
@@ -128,7 +132,6 @@ def parity(
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="runs/<name>/checkpoints/step_N")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.")],
-    full: Annotated[bool, typer.Option("--full", help="All weights in HF format (the only form so far).")] = True,
 ) -> None:
     """Write a checkpoint's weights as an HF folder that transformers and vLLM load."""
     from beam_rl.start import run_export
@@ -150,7 +153,7 @@ def tiny(
 
     if out.exists():
         raise InputError(f"{out}: exists already; name a new folder")
-    with Console(0) as console, console.phase("warm start", Schedule().steps, once=True) as phase:
+    with Console(0, file=sys.stderr) as console, console.phase("warm start", Schedule().steps, once=True) as phase:
         report = write_tiny(out, seed, lambda step, steps, loss: phase.advance(), dtype=precision.value)
     typer.echo(f"written to {out}: {report.parameters:,} parameters, eval avg@8 {report.avg_at_8:.1%}")
 

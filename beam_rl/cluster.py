@@ -1,6 +1,6 @@
 """Ray for one run: starts it or joins it, places the trainer's ranks and the engines, and leaves nothing behind.
 
-The only module that starts processes for the loop. Knows nothing about the algorithm.
+Starts every process of a run but the verifier's. Knows nothing about the algorithm.
 """
 
 import contextlib
@@ -19,7 +19,10 @@ from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
 from beam_rl.step import Display
 
-log = logging.getLogger(__name__)
+# Ray reads these when it is imported, so they stand before that.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # or every worker rebuilds the environment of `uv run`
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 SOCKET_PATH_LIMIT = 40  # characters of the folder: Ray puts Unix sockets some 65 below it, and Linux allows 107
 
@@ -66,10 +69,6 @@ class Cluster:
 @contextlib.contextmanager
 def ray_session(address: str, logs: Path) -> Iterator[None]:
     """Ray, started on this machine's loopback for `local`, else joined; shut down at the end."""
-    # Ray would otherwise re-create the environment of `uv run` in every worker.
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address == "local":
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for "listen on the loopback alone"
     import ray

@@ -1,7 +1,6 @@
 """The driver's handle on the vLLM engines: one Ray actor each, all serving the same version of the weights."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from beam_rl.parity.record import Records
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Completion, Request
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,6 @@ class Engines:
 
     def __init__(self, recipe: Recipe, model_path: Path, logs: Path) -> None:
         self.recipe, self.model_path, self.logs = recipe, model_path, logs
-        self.version: int | None = None
 
     def __enter__(self) -> "Engines":
         import ray
@@ -54,14 +50,13 @@ class Engines:
         """Brings the trainer's weights into every engine, bucket by bucket; from then on all serve `version`."""
         import ray
 
-        start = time.perf_counter()
+        start, deadline_s = time.perf_counter(), self.recipe.sync.deadline_s
         if not self._connected:
-            policy.open_sync("127.0.0.1", self.recipe.sync.deadline_s, self)
+            policy.open_sync("127.0.0.1", deadline_s, self)
             self._connected = True
-        ray.get([a.begin_update.remote() for a in self.actors])
+        ray.get([a.begin_update.remote() for a in self.actors], timeout=deadline_s)
         nbytes, buckets = policy.send_weights(self, self.recipe.sync.bucket_bytes)
-        ray.get([a.finish_update.remote(version) for a in self.actors])
-        self.version = version
+        ray.get([a.finish_update.remote(version) for a in self.actors], timeout=deadline_s)
         return SyncReport(time.perf_counter() - start, nbytes, buckets, version)
 
     def generate(
@@ -97,6 +92,12 @@ class Engines:
         import ray
 
         return ray.get(self.actors[0].probe.remote(token_ids, routes, temperature))
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix caches, so that what comes next does not hang on what was sampled before."""
+        import ray
+
+        ray.get([a.forget_prefixes.remote() for a in self.actors], timeout=self.recipe.sync.deadline_s)
 
     def _settings(self, index: int) -> Any:
         from beam_rl.rollout.launch import EngineSettings

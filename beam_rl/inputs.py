@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beam_rl.data import PromptStream, eval_prompts
+from beam_rl.data import PromptStream, read_prompts
 from beam_rl.errors import InputError
 from beam_rl.recipe.tree import DataSource, Recipe
 from beam_rl.samples import Prompt
 from beam_rl.step import Display
+
+# Variants that Beam's config.json can name and Beam itself does not have.
+UNSUPPORTED = {"norm_topk_prob": True, "attention_bias": False, "tie_word_embeddings": False}
 
 
 @dataclass
@@ -21,6 +24,7 @@ class Inputs:
     prompts: PromptStream
     eval_prompts: list[Prompt]
     eval_task: str
+    notes: list[str]  # what became of the data sets' rows
     decode: Callable[[Sequence[int]], str]  # token ids → text without special tokens
 
 
@@ -36,16 +40,24 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     config = check_beam(path)
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as e:
+        raise InputError(f"model.path = {path}: no tokenizer that can be read ({str(e).splitlines()[0]})") from None
     longest, data = recipe.data.max_prompt_tokens, recipe.data
     train = PromptStream.open(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, "data.train")
-    held_out = data.eval and _resolve(data.eval, path, "eval")
+    notes = [f"{data.train.path}: {len(train)} prompts to train on ({train.counts})"]
+    held_out: list[Prompt] = []
+    if data.eval:
+        held_out, counts = read_prompts(_resolve(data.eval, path, "eval"), tokenizer, longest, "data.eval")
+        notes.append(f"{data.eval.path}: {len(held_out)} prompts to evaluate on ({counts})")
     return Inputs(
         model_path=path,
         num_experts=config["num_experts"],
         prompts=train,
-        eval_prompts=eval_prompts(held_out, tokenizer, longest, "data.eval") if held_out else [],
-        eval_task=(data.eval.name or Path(data.eval.path).stem) if data.eval else "",
+        eval_prompts=held_out,
+        eval_task=(data.eval.task or Path(data.eval.path).stem) if data.eval else "",
+        notes=notes,
         decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
     )
 
@@ -60,7 +72,7 @@ def find_model(recipe: Recipe, display: Display) -> Path:
         with display.phase("tiny Beam, warm-started on first use", Schedule().steps, once=True) as phase:
             return cached_tiny(recipe.seed, recipe.trainer.precision, lambda step, steps, loss: phase.advance())
     if Path(name).is_dir():
-        return Path(name)
+        return Path(name).resolve()
     if os.sep in name and (name.startswith((".", os.sep)) or name.count("/") > 1):
         raise InputError(f"model.path = {name}: no such folder")
     from huggingface_hub import snapshot_download
@@ -85,6 +97,9 @@ def check_beam(path: Path) -> dict[str, Any]:
     if "BeamForCausalLM" not in (config.get("architectures") or []):
         found = ", ".join(config.get("architectures") or ["no architecture"])
         raise InputError(f"model.path = {path}: holds {found}, and beam-rl trains BeamForCausalLM only")
+    for key, wanted in UNSUPPORTED.items():
+        if config.get(key, wanted) != wanted:
+            raise InputError(f"{file}: {key} = {config[key]}: only {wanted} is supported")
     if not list(path.glob("*.safetensors")):
         raise InputError(f"model.path = {path}: has no .safetensors files")
     return config

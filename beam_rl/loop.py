@@ -4,9 +4,9 @@ Each line leads to the room where it happens. Knows nothing about Megatron, vLLM
 """
 
 import contextlib
-import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 
@@ -25,7 +25,7 @@ from beam_rl.sampling import Judge, Rollout, sample_groups
 from beam_rl.step import Step
 from beam_rl.verifiers import make_verifier
 
-log = logging.getLogger(__name__)
+SAVE_ON_EXIT_S = 15.0  # a run that is told to end has half a minute
 
 
 class StepError(RuntimeError):
@@ -39,6 +39,7 @@ class State:
     step: int = 0
     updates: int = 0
     prompts: int = 0  # position in the prompt stream
+    unreported: dict[str, float] | None = field(default_factory=dict)  # of `step`, until its row is written
     settled: bool = True  # False while the trainer's weights are beyond `step`
 
     @contextlib.contextmanager
@@ -77,11 +78,11 @@ class Loop:
         self.recipe, self.inputs, self.run, self.report = recipe, inputs, run, report
         self.policy, self.engines, self.verifier = policy, engines, verifier
         self.state = State()
-        self.saved: int | None = None  # the step of the last checkpoint
-        self.score: float | None = None  # of the last evaluation
+        self.saved: int | None = None  # the step of the last checkpoint that was written, or tried
+        self.score: float | None = None  # of this step's evaluation, if it had one
 
     def begin(self) -> None:
-        """The state to start from, in the trainer and in every engine; a fresh run evaluates it."""
+        """The state to start from, in the trainer and in every engine; what it has not reported yet is reported."""
         if self.run.resumed:
             with self.report.phase("loading the checkpoint", once=True):
                 self.state = State(**self.run.resumed.state)
@@ -89,41 +90,48 @@ class Loop:
             self.inputs.prompts.restore(self.state.prompts)
             self.saved = self.state.step
         step = Step(self.state.step, self.report)
-        with step.phase("syncing", "sync"):
-            step.log(sync_metrics(self.engines.load(self.policy, version=self.state.step)))
-        if not self.run.resumed and self.evaluation_due():
-            self.evaluate(step)
-            self.report.step(step.number, step.close())
+        if self.state.unreported is None:
+            self.sync(step)
+        else:
+            step.log(self.state.unreported)
+            self.publish(step)
 
     def step(self) -> None:
-        """Sample, verify, score, update, sync; then evaluate and save when due."""
-        step = Step(self.state.step + 1, self.report)
+        """Sample, verify, score, update; then sync, evaluate when due, report; save when due."""
+        step, self.score = Step(self.state.step + 1, self.report), None
         rollout = sample_groups(self.inputs.prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, step)
+        shown = rollout.samples[: self.recipe.logging.samples_per_step]
+        self.run.log_samples(step.number, [s.record() for s in shown])
         batch = build(rollout.groups, self.recipe, self.inputs.num_experts)
         step.log(rollout_metrics(rollout, batch, step.number))
         with self.state.advancing(step.number):
             self.learn(batch, step)
-        self.state.prompts = self.inputs.prompts.state()
-        with step.phase("syncing", "sync"):
-            step.log(sync_metrics(self.engines.load(self.policy, version=step.number)))
-        if self.evaluation_due():
-            self.evaluate(step)
-        shown = rollout.samples[: self.recipe.logging.samples_per_step]
-        self.run.log_samples(step.number, [s.record() for s in shown])
-        self.report.step(step.number, step.close())
+            self.state.prompts, self.state.unreported = self.inputs.prompts.state(), step.metrics
+        self.publish(step)
         every = self.recipe.checkpoint.every
         self.save_if(bool(every) and step.number % every == 0)
 
+    def publish(self, step: Step) -> None:
+        """Brings the step's weights to the engines, evaluates them when due, and reports the step."""
+        self.sync(step)
+        if self.evaluation_due():
+            self.evaluate(step)
+        self.report.step(step.number, step.close())
+        self.state.unreported = None
+
+    def sync(self, step: Step) -> None:
+        with step.phase("syncing", "sync"):
+            step.log(sync_metrics(self.engines.load(self.policy, version=step.number)))
+
     def learn(self, batch: StepBatch, step: Step) -> None:
         """Scores the batch with the trainer, then one optimizer update a mini-batch."""
+        step.log({"optim/skipped_updates": batch.skipped})
         if not batch.mini_batches:
-            log.warning("step %d: every group's rewards are alike; no update", step.number)
+            self.report.warn(f"step {step.number}: every group's rewards are alike, so there is no update")
             return
         with step.phase("scoring", "score"):
             scores = self.policy.score(batch.mini_batches)
-            step.log(parity_metrics(scores))
-            if self.recipe.rollout.routing_replay:
-                step.log({"replay/route_agreement": scores.routes_agree / scores.routes_total})
+            step.log(parity_metrics(scores) | replay_metrics(scores, batch, step.number))
         updates = []
         with step.phase("updating", "update", len(batch.mini_batches)) as phase:
             for i in range(len(batch.mini_batches)):
@@ -144,16 +152,18 @@ class Loop:
             scores = evaluate(
                 self.inputs.eval_prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, phase.advance
             )
+        self.engines.forget_prefixes()  # a resumed run has not evaluated, and must sample the same
         task, k = self.inputs.eval_task, self.recipe.eval.samples_per_prompt
         step.log({eval_metric(task, "avg", k): scores.avg, eval_metric(task, "pass", k): scores.pass_rate})
         self.score = scores.avg
 
-    def save_if(self, due: bool) -> None:
+    def save_if(self, due: bool, timeout_s: float | None = None) -> None:
         if not due:
             return
-        with self.report.phase("saving"):
-            self.run.checkpoint(self.state.step, self.policy.save, asdict(self.state), self.score)
         self.saved = self.state.step
+        with self.report.phase("saving"):
+            save = partial(self.policy.save, timeout_s=timeout_s)
+            self.run.checkpoint(self.state.step, save, asdict(self.state), self.score)
 
     @contextlib.contextmanager
     def saved_if_cut_short(self) -> Iterator[None]:
@@ -161,9 +171,9 @@ class Loop:
         try:
             yield
         except BaseException:
-            if self.state.settled and self.state.step != (self.saved or 0):
-                with contextlib.suppress(Exception):
-                    self.save_if(True)
+            unsaved = self.state.settled and self.state.step not in (0, self.saved)
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                self.save_if(unsaved, timeout_s=SAVE_ON_EXIT_S)
             raise
 
 
@@ -174,25 +184,45 @@ def learning_rate(updates: int, recipe: Recipe) -> float:
 
 
 def rollout_metrics(rollout: Rollout, batch: StepBatch, step: int) -> dict[str, float]:
-    """What sampling gave. A batch without a single replayed row fails when the recipe asks for replay."""
-    if batch.replay and not batch.replay_rows and rollout.groups:
-        raise StepError(
-            f"step {step}: rollout.routing_replay is on, and not one token came with routes to replay "
-            f"({batch.missing_rows} rows missing or invalid)"
-        )
+    """What sampling gave.
+
+    Raises:
+        StepError: dynamic sampling found no group to learn from, or replay is asked for and no sample has its routes.
+    """
     kept = rollout.samples
+    if not kept:
+        raise StepError(
+            f"step {step}: all {rollout.dropped_groups} sampled groups have rewards that are all alike, so dynamic "
+            "sampling has nothing to learn from: the prompts are solved, or too hard for this policy"
+        )
+    if batch.replay and batch.missing_rows and not batch.complete:
+        raise StepError(
+            f"step {step}: rollout.routing_replay is on, and not one sample came with the routes of all its tokens "
+            f"({batch.missing_rows} rows are missing or invalid)"
+        )
     metrics = {
-        "reward/mean": sum(s.reward for s in kept) / len(kept) if kept else 0.0,
+        "reward/mean": sum(s.reward for s in kept) / len(kept),
         "rollout/tokens": rollout.tokens,
         "rollout/tokens_per_s": rollout.tokens / rollout.generate_s,
         "rollout/truncated": rollout.truncated,
-        "rollout/staleness": max((step - 1 - s.completion.version for s in kept), default=0),
+        "rollout/staleness": max(step - 1 - s.completion.version for s in kept),
         "sampling/dropped_groups": rollout.dropped_groups,
         "verifier/timeouts": rollout.timeouts,
+        "verifier/errors": rollout.errors,
     }
-    if batch.replay:
-        metrics |= {"replay/rows": batch.replay_rows, "replay/missing_rows": batch.missing_rows}
-    return metrics
+    return metrics | ({"replay/missing_rows": batch.missing_rows} if batch.replay else {})
+
+
+def replay_metrics(scores: Scores, batch: StepBatch, step: int) -> dict[str, float]:
+    """What the trainer has replayed, by its own count: StepError where the recipe asks for replay and it is nothing."""
+    if not batch.replay:
+        return {}
+    if not scores.routes_total:
+        raise StepError(f"step {step}: rollout.routing_replay is on, and the trainer has replayed nothing")
+    return {
+        "replay/rows": sum(s.model_tokens for part in batch.mini_batches for s in part),
+        "replay/route_agreement": scores.routes_agree / scores.routes_total,
+    }
 
 
 def parity_metrics(scores: Scores) -> dict[str, float]:

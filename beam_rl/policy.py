@@ -45,6 +45,7 @@ class PolicyWorker:
     def score(self, mini_batches: list[list[MicroBatch]]) -> Scores:
         """Takes over the step's micro-batches and scores them with the current weights."""
         flat = [m for batch in mini_batches for m in batch]
+        none = np.empty(0, np.float32)  # a rank may have no sample
         scores = self.trainer.score(flat)
         reference = self.trainer.score_reference(flat) if self.algorithm.kl.coefficient else [None] * len(flat)
         flat = [
@@ -54,8 +55,8 @@ class PolicyWorker:
         rest = iter(flat)
         self.mini_batches = [[next(rest) for _ in batch] for batch in mini_batches]
         return Scores(
-            logp=np.concatenate([s.logp[m.response] for m, s in zip(flat, scores, strict=True)]),
-            logp_engine=np.concatenate([m.logp_engine[m.response] for m in flat]),
+            logp=np.concatenate([none, *(s.logp[m.response] for m, s in zip(flat, scores, strict=True))]),
+            logp_engine=np.concatenate([none, *(m.logp_engine[m.response] for m in flat)]),
             routes_agree=sum(s.routes_agree for s in scores),
             routes_total=sum(s.routes_total for s in scores),
         )
@@ -139,6 +140,11 @@ class Policy:
         for worker in self.workers:
             ray.kill(worker)
 
+    def wait_ready(self) -> None:
+        import ray
+
+        ray.get(self.starting)
+
     def score(self, mini_batches: Sequence[Sequence[Sample]]) -> Scores:
         """Ships the step's samples to the ranks and scores them; `update` then refers to a mini-batch by its index."""
         shares = [self._packs(samples) for samples in mini_batches]
@@ -183,8 +189,8 @@ class Policy:
     def send_weights(self, engines: "Engines", bucket_bytes: int) -> tuple[int, int]:
         return self._all("send_weights", engines.actors, bucket_bytes)[0]
 
-    def save(self, folder: Path) -> None:
-        self._all("save", str(folder))
+    def save(self, folder: Path, timeout_s: float | None = None) -> None:
+        self._all("save", str(folder), timeout_s=timeout_s)
 
     def load(self, folder: Path) -> None:
         self._all("load", str(folder))
@@ -198,13 +204,14 @@ class Policy:
         plan = plan_packs([s.model_tokens for s in samples], budget, self.world_size)
         return [[pack_one(samples, pack) for pack in rank if pack] for rank in plan]
 
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        return self._each(method, [args] * len(self.workers))
+    def _all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        return self._each(method, [args] * len(self.workers), timeout_s)
 
-    def _each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _each(self, method: str, args: Sequence[tuple[Any, ...]], timeout_s: float | None = None) -> list[Any]:
         import ray
 
-        return ray.get([getattr(w, method).remote(*a) for w, a in zip(self.workers, args, strict=True)])
+        calls = [getattr(w, method).remote(*a) for w, a in zip(self.workers, args, strict=True)]
+        return ray.get(calls, timeout=timeout_s)
 
 
 def _settings(recipe: Recipe) -> Any:

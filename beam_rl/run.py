@@ -1,6 +1,6 @@
 """A run's folder: what a run leaves behind, complete or absent, never half.
 
-    recipe.yaml · metrics.jsonl · samples/step_N.jsonl · checkpoints/step_N/ · adapters/step_N/ · log.txt
+    recipe.yaml · metrics.jsonl · samples/step_N.jsonl · checkpoints/step_N/ · log.txt
 
 Whatever moment the process is killed at or the disk fills up, the folder can be opened again and holds the last
 complete checkpoint with the metrics up to it. Knows nothing about what a checkpoint contains: the caller writes into a
@@ -33,6 +33,10 @@ STEP_FOLDER = re.compile(r"step_(\d+)")
 STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 Json = dict[str, Any]
+
+
+class MetricsError(RuntimeError):
+    """A metric that is not finite, or a step out of order: the run has failed."""
 
 
 class RunError(InputError):
@@ -122,13 +126,13 @@ class Run:
         """Appends one line to metrics.jsonl: before the step's checkpoint, so that a resume finds it.
 
         Raises:
-            RunError: a value that is not finite, or a step that is not after the last one.
+            MetricsError: a value that is not finite, or a step that is not after the last one.
         """
         broken = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if broken:
-            raise RunError(f"step {step}: {', '.join(broken)}")
+            raise MetricsError(f"step {step}: {', '.join(broken)}")
         if step <= self._last_step:
-            raise RunError(f"metrics of step {step} after those of step {self._last_step}")
+            raise MetricsError(f"metrics of step {step} after those of step {self._last_step}")
         # Numbers may come from numpy or torch, which json doesn't know.
         plain = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         self._metrics.write(json.dumps({"step": step, **plain}) + "\n")
@@ -162,6 +166,8 @@ class Run:
         def write_all(folder: Path) -> None:
             write(folder)
             files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
+            if not files:
+                raise RunError(f"the trainer wrote nothing to {folder}: is it on a disk that all ranks share?")
             manifest = {"step": step, "score": score, "state": state, "files": files}
             _sync_tree(folder)  # the manifest vouches for the files: they are on the disk before it
             write_file(folder / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False))
@@ -174,12 +180,6 @@ class Run:
         LOGGER.info("saved %s", target)
         self._prune()
         return Checkpoint(target, step, score, state)
-
-    def adapter(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Saves adapters/step_N, in the same way as a checkpoint."""
-        target = self.folder / "adapters" / f"step_{step}"
-        self._write_folder(target, write)
-        return target
 
     def checkpoints(self) -> list[Checkpoint]:
         """All complete ones, oldest first."""
@@ -353,7 +353,7 @@ def _prepare(folder: Path, recipe: Json, source: Checkpoint | None) -> None:
         folder / "recipe.yaml",
         yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
     )
-    for parent in ("checkpoints", "adapters", "samples"):
+    for parent in ("checkpoints", "samples"):
         (folder / parent).mkdir(exist_ok=True)
         for leftover in (folder / parent).glob(".step_*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -364,9 +364,6 @@ def _prepare(folder: Path, recipe: Json, source: Checkpoint | None) -> None:
     for path in _steps(folder / "samples", STEP_FILE):
         if _step_of(path) > last:
             path.unlink()
-    for path in _steps(folder / "adapters", STEP_FOLDER):
-        if _step_of(path) > last:
-            remove_folder(path)
 
 
 def _read_recipe(folder: Path) -> Json:

@@ -41,6 +41,7 @@ class Rollout:
     truncated: int = 0
     dropped_groups: int = 0
     timeouts: int = 0
+    errors: int = 0  # responses that the verifier could not judge; score 0
     generate_s: float = 0.0
 
     @property
@@ -97,6 +98,7 @@ def judge_groups(groups: Sequence[Group], verifier: Judge, recipe: Recipe, count
     for sample, verdict, punishment in zip(samples, verifier.score(items), punishments, strict=True):
         sample.score, sample.reward = verdict.score, verdict.score + punishment
         counts.timeouts += verdict.timed_out
+        counts.errors += verdict.error is not None and not verdict.timed_out
         counts.tokens += sample.response_tokens
         counts.truncated += sample.completion.finish_reason == "length"
 

@@ -22,8 +22,9 @@ def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
 
     with Console(recipe.trainer.steps) as console:
         inputs = prepare(recipe, console)
-        console.note(f"{recipe.data.train.path}: {len(inputs.prompts)} prompts ({inputs.prompts.counts})")
-        with Run.open(folder, recipe.model_dump(mode="json"), _resume(resume)) as run:
+        for note in inputs.notes:
+            console.note(note)
+        with Run.open(folder.resolve(), recipe.model_dump(mode="json"), _resume(resume)) as run:
             with Report(console, run, recipe.logging) as report:
                 train(recipe, inputs, run, report)
             console.summary(run)
@@ -40,7 +41,8 @@ def run_evaluation(source: Path, overrides: Iterable[str]) -> dict[str, Any]:
     if recipe.data.eval is None:
         raise InputError("data.eval is missing: name the data set to evaluate on")
     with contextlib.ExitStack() as stack:
-        console, folder = stack.enter_context(Console(0)), stack.enter_context(scratch())
+        console = stack.enter_context(Console(0, file=sys.stderr))
+        folder = stack.enter_context(scratch())
         inputs = prepare(recipe, console)
         verifier = make_verifier(recipe.verifier)
         stack.callback(verifier.close)
@@ -66,23 +68,22 @@ def run_parity(source: Path, overrides: Iterable[str]) -> Comparison:
 
 def run_export(path: Path, out: Path) -> None:
     """Loads a checkpoint into the trainer's layout and writes its weights as an HF folder."""
-    import ray
-
-    from beam_rl.cluster import ray_session
+    from beam_rl.cluster import ray_session  # before Ray, which reads the environment that it sets
     from beam_rl.inputs import find_model
     from beam_rl.policy import Policy
 
+    path, out = path.resolve(), out.resolve()
     if out.exists():
         raise InputError(f"{out}: exists already; name a new folder")
     checkpoint = read_checkpoint(path)
     if checkpoint is None:
         raise InputError(f"{path}: no complete checkpoint there; name runs/<name>/checkpoints/step_N")
-    recipe = load(path.resolve().parents[1] / "recipe.yaml")
-    with Console(0) as console, scratch() as logs:
+    recipe = load(path.parents[1] / "recipe.yaml")
+    with Console(0, file=sys.stderr) as console, scratch() as logs:
         model = find_model(recipe, console)
         with ray_session(recipe.cluster.address, logs), Policy(recipe, model) as policy:
             with console.phase("starting the trainer", once=True):
-                ray.get(policy.starting)
+                policy.wait_ready()
             with console.phase("exporting", once=True):
                 policy.load(checkpoint.path)
                 policy.export(out)
@@ -96,12 +97,13 @@ def scratch() -> Iterator[Path]:
 
 
 def _resume(option: str | None) -> Literal["auto"] | Path | None:
-    return "auto" if option == "auto" else Path(option) if option else None
+    return "auto" if option == "auto" else Path(option).resolve() if option else None
 
 
 def _recipe_or_run(source: Path, overrides: Iterable[str]) -> tuple[Recipe, Checkpoint | None]:
     if not source.is_dir():
         return load(source, overrides), None
+    source = source.resolve()
     if not (source / "recipe.yaml").exists():
         raise InputError(f"{source}: neither a recipe nor a run's folder (it has no recipe.yaml)")
     complete = checkpoints(source)

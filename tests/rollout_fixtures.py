@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BeamConfig, BeamForCausalLM
 
-from beam_rl.rollout.actor import EngineActor
-from beam_rl.rollout.engine import EngineInfo, EngineStartError
+from beam_rl.rollout.engine import Engine, EngineInfo, EngineStartError
 from beam_rl.rollout.launch import EngineSettings
 from beam_rl.samples import Completion, Request
 
@@ -75,9 +74,9 @@ def randomize(model: BeamForCausalLM, seed: int) -> None:
                 b.copy_(noise(b, 0.1))
 
 
-def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype = torch.float32, **config: object) -> Path:
     """Writes a tiny Beam; the router stays FP32 in any dtype."""
-    model = BeamForCausalLM(tiny_config()).float()
+    model = BeamForCausalLM(tiny_config(**config)).float()
     randomize(model, seed)
     model.save_pretrained(folder)
     if dtype != torch.float32:
@@ -169,8 +168,8 @@ def engines(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
             file, whole = bf16 / "model.safetensors", load_file(bf16 / "model.safetensors")
             short = {k: v for k, v in whole.items() if k != "model.layers.1.self_attn.q_norm.weight"}
             save_file(short, file, metadata={"format": "pt"})
-            first = EngineActor.remote(settings(old, "fp32", "fp32", logs))
-            second = EngineActor.remote(settings(bf16, "bf16", "bf16", logs))
+            first = ray.remote(Engine).remote(settings(old, "fp32", "fp32", logs))
+            second = ray.remote(Engine).remote(settings(bf16, "bf16", "bf16", logs))
             starting = first.start.remote()
             with pytest.raises(EngineStartError) as failed:
                 ray.get(second.start.remote(), timeout=300)

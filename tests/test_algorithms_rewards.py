@@ -7,7 +7,7 @@ import torch
 
 from beam_rl.algorithms.advantages import dr_grpo, grpo
 from beam_rl.algorithms.evaluation import evaluate, pass_at_k
-from beam_rl.algorithms.parity import Gap, NonFiniteLogprobs, combine, logprob_gap
+from beam_rl.algorithms.parity import Gap, NonFiniteLogprobs, logprob_gap
 from beam_rl.algorithms.rewards import overlong_punishment
 from beam_rl.algorithms.weights import sample_weights
 
@@ -149,21 +149,9 @@ def test_mismatch_kl_of_a_small_gap_does_not_cancel() -> None:
     assert gap.mismatch_kl == pytest.approx(5e-15, rel=1e-2)
 
 
-def test_combined_gap_is_the_gap_of_all_tokens() -> None:
-    torch.manual_seed(0)
-    trainer, engine = torch.randn(9), torch.randn(9)
-    response = torch.tensor([True] * 7 + [False] * 2)
-    parts = [logprob_gap(trainer[i:j], engine[i:j], response[i:j]) for i, j in ((0, 2), (2, 7), (7, 9))]
-    whole, combined = logprob_gap(trainer, engine, response), combine(parts)
-    assert combined.tokens == whole.tokens == 7
-    assert (combined.mean, combined.max, combined.mismatch_kl) == pytest.approx(
-        (whole.mean, whole.max, whole.mismatch_kl)
-    )
-
-
 def test_a_mask_without_tokens_is_a_gap_of_nothing() -> None:
     empty = logprob_gap(torch.ones(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool))
-    assert empty == Gap(0, 0.0, 0.0, 0.0) == combine([empty, empty]) == combine([])
+    assert empty == Gap(0, 0.0, 0.0, 0.0)
 
 
 def test_non_finite_logprobs_are_counted_and_raised() -> None:

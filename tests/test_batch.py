@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from beam_rl.batch import StepBatch, build
-from beam_rl.loop import StepError, learning_rate, rollout_metrics
+from beam_rl.loop import StepError, learning_rate, replay_metrics, rollout_metrics
+from beam_rl.policy import Scores
 from beam_rl.recipe.load import load
 from beam_rl.routes import invalid_rows
 from beam_rl.samples import Completion, Group, Prompt, Sample, pack_one, plan_packs
@@ -46,7 +47,7 @@ def test_a_sample_without_all_its_routes_is_left_out_and_counted():
     batch = build(groups, load(TINY), EXPERTS)
     assert [len(part) for part in batch.mini_batches] == [1, 1]
     assert batch.missing_rows == 5 + 1
-    assert batch.replay_rows == 2 * 5
+    assert batch.complete == 2
     assert batch.mini_batches[0][0].advantage < 0, "the advantage is still relative to the whole group"
 
 
@@ -55,18 +56,27 @@ def test_without_replay_no_sample_needs_routes():
     groups[0].samples[0] = sample(0, 1.0, rows=0)
     batch = build(groups, load(TINY, ["rollout.routing_replay=false"]), EXPERTS)
     assert [len(part) for part in batch.mini_batches] == [2, 2]
-    assert (batch.replay_rows, batch.missing_rows) == (0, 0)
+    assert (batch.complete, batch.missing_rows) == (4, 0)
 
 
 def test_a_step_where_nothing_can_be_replayed_fails():
     rollout = Rollout([group(0, 1.0, 0.0)], tokens=6, generate_s=1.0)
-    with pytest.raises(StepError, match="routing_replay is on, and not one token came with routes"):
-        rollout_metrics(rollout, StepBatch([], 0, 10, replay=True), step=1)
+    with pytest.raises(StepError, match="routing_replay is on, and not one sample came with the routes"):
+        rollout_metrics(rollout, StepBatch([], 0, 0, missing_rows=10, replay=True), step=1)
+    learned = StepBatch([[sample(0, 1.0)]], 0, 1, missing_rows=0, replay=True)
+    nothing = Scores(np.zeros(3), np.zeros(3), routes_agree=0, routes_total=0)
+    with pytest.raises(StepError, match="the trainer has replayed nothing"):
+        replay_metrics(nothing, learned, step=1)
+
+
+def test_a_step_that_dynamic_sampling_leaves_empty_ends_the_run_with_the_diagnosis():
+    with pytest.raises(StepError, match="all 64 sampled groups have rewards that are all alike"):
+        rollout_metrics(Rollout(dropped_groups=64, generate_s=1.0), StepBatch([], 0, 0, 0, replay=True), step=3)
 
 
 def test_groups_whose_rewards_are_all_alike_give_nothing_to_learn_from():
     batch = build([group(0, 1.0, 1.0), group(1, 0.0, 0.0)], load(TINY), EXPERTS)
-    assert batch.mini_batches == []
+    assert batch.mini_batches == [] and batch.skipped == 2
 
 
 def test_fewer_groups_than_mini_batches_make_fewer_updates():

@@ -11,8 +11,9 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from beam_rl.data import DataError, PromptStream, eval_prompts
+from beam_rl.data import DataError, PromptStream, read_prompts
 from beam_rl.recipe.tree import DataSource
+from beam_rl.samples import Prompt
 from beam_rl.tiny.checkpoint import tiny_tokenizer
 
 PROBLEMS = [f"{i % 10} +{i // 10 % 10} -{i % 7}" for i in range(60)]
@@ -26,6 +27,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def jsonl(path: Path, rows: list[Any]) -> DataSource:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataSource(path=str(path))
+
+
+def evaluated(source: DataSource, tokenizer: Any) -> list[Prompt]:
+    return read_prompts(source, tokenizer, 32, "data.eval")[0]
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -43,7 +48,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> DataSource:
 
 
 def test_chat_messages_are_encoded_once_with_one_bos(source: DataSource, tokenizer: PreTrainedTokenizerFast) -> None:
-    prompts = eval_prompts(source, tokenizer, 32)
+    prompts = evaluated(source, tokenizer)
     assert [p.answer for p in prompts] == [str(i) for i in range(60)]
     assert words(tokenizer, prompts[12].token_ids) == "<bos> 2 +1 -5 ="
     assert all(p.token_ids.count(tokenizer.bos_token_id) == 1 for p in prompts)
@@ -54,11 +59,11 @@ def test_a_text_is_one_user_message_or_plain_text_without_a_template(
 ) -> None:
     source = jsonl(tmp_path / "aime.jsonl", [{"problem": "3 +8", "answer": 1}])
     source = source.model_copy(update={"prompt": "problem"})
-    (prompt,) = eval_prompts(source, tokenizer, 32)
+    (prompt,) = evaluated(source, tokenizer)
     assert words(tokenizer, prompt.token_ids) == "<bos> 3 +8 =" and prompt.answer == "1"
     plain = tiny_tokenizer()
     plain.chat_template = None
-    (prompt,) = eval_prompts(source, plain, 32)
+    (prompt,) = evaluated(source, plain)
     assert words(plain, prompt.token_ids) == "<bos> 3 +8"
 
 
@@ -87,13 +92,13 @@ def test_fields_that_parquet_fills_in_do_not_reach_the_template(
         {"prompt": chat("3"), "reward_model": {"ground_truth": "1"}},
         {"prompt": [{"role": "user", "content": "4", "name": "x"}], "reward_model": {"ground_truth": "1"}},
     ]
-    lengths = [len(p.token_ids) for p in eval_prompts(dapo_parquet(tmp_path / "a.parquet", rows), strict, 32)]
+    lengths = [len(p.token_ids) for p in evaluated(dapo_parquet(tmp_path / "a.parquet", rows), strict)]
     assert lengths == [2, 3]
 
 
 def test_a_column_with_a_dot_in_its_name_wins_over_a_struct(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     source = jsonl(tmp_path / "a.jsonl", [{"prompt": "3", "a.b": "7", "a": {"b": "8"}}])
-    (prompt,) = eval_prompts(source.model_copy(update={"answer": "a.b"}), tokenizer, 32)
+    (prompt,) = evaluated(source.model_copy(update={"answer": "a.b"}), tokenizer)
     assert prompt.answer == "7"
 
 
@@ -117,7 +122,7 @@ def test_unusable_rows_are_dropped_and_counted(tmp_path: Path, tokenizer: PreTra
 
 
 def test_limit_takes_the_first_rows(source: DataSource, tokenizer: PreTrainedTokenizerFast) -> None:
-    prompts = eval_prompts(source.model_copy(update={"limit": 5}), tokenizer, 32)
+    prompts = evaluated(source.model_copy(update={"limit": 5}), tokenizer)
     assert [p.row for p in prompts] == [0, 1, 2, 3, 4]
 
 
@@ -179,7 +184,7 @@ def test_errors_name_the_key_in_one_line(tmp_path: Path, tokenizer: PreTrainedTo
     broken.write_text("not parquet")
     assert failing(DataSource(path=str(broken)), tokenizer).startswith(f"data.train.path: {broken}: not a Parquet file")
     with pytest.raises(DataError, match=r"^data\.eval\.path: no such file"):
-        eval_prompts(DataSource(path="no.jsonl"), tokenizer, 32)
+        evaluated(DataSource(path="no.jsonl"), tokenizer)
     plain = tiny_tokenizer()
     plain.chat_template = None
     text = failing(jsonl(path, [{"prompt": chat("3"), "answer": "3"}]), plain)
@@ -187,21 +192,20 @@ def test_errors_name_the_key_in_one_line(tmp_path: Path, tokenizer: PreTrainedTo
 
 
 def test_an_answer_that_looks_like_a_date_stays_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    (prompt,) = eval_prompts(jsonl(tmp_path / "a.jsonl", [{"prompt": "3", "answer": "2024-01-01"}]), tokenizer, 32)
+    (prompt,) = evaluated(jsonl(tmp_path / "a.jsonl", [{"prompt": "3", "answer": "2024-01-01"}]), tokenizer)
     assert prompt.answer == "2024-01-01"
 
 
 OFFLINE = """
 import os, sys
 os.environ["HF_HUB_OFFLINE"] = "1"
-from pathlib import Path
-from beam_rl.data import DataError, eval_prompts
+from beam_rl.data import DataError, read_prompts
 from beam_rl.recipe.tree import DataSource
 from beam_rl.tiny.checkpoint import tiny_tokenizer
-eval_prompts(DataSource(path=sys.argv[1]), tiny_tokenizer(), 32)
+read_prompts(DataSource(path=sys.argv[1]), tiny_tokenizer(), 32, "data.eval")
 assert "datasets" not in sys.modules
 try:
-    eval_prompts(DataSource(path="no-such-owner/no-such-set"), tiny_tokenizer(), 32, cache_dir=Path(sys.argv[2]))
+    read_prompts(DataSource(path="no-such-owner/no-such-set"), tiny_tokenizer(), 32, "data.eval")
 except DataError as error:
     print(error)
 """
@@ -211,7 +215,7 @@ def test_an_unreachable_hub_is_one_line_and_the_home_folder_stays_empty(source: 
     home = tmp_path / "home"
     home.mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", OFFLINE, source.path, str(tmp_path / "cache")],
+        [sys.executable, "-c", OFFLINE, source.path],
         capture_output=True,
         text=True,
         timeout=100,

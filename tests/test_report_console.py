@@ -44,10 +44,10 @@ STEP = {
 CONTRACT = """
 reward/mean eval/toy/avg@8 eval/toy/pass@8 parity/abs_logprob_diff_mean parity/abs_logprob_diff_max parity/mismatch_kl
 replay/rows replay/missing_rows replay/route_agreement sync/seconds sync/bytes sync/version sync/buckets time/step_s
-time/generate_s time/verify_s time/score_s time/update_s time/sync_s time/eval_s time/idle_s
-rollout/tokens rollout/tokens_per_s rollout/truncated
-rollout/staleness sampling/dropped_groups verifier/timeouts loss/policy loss/clip_fraction loss/entropy loss/kl
-optim/grad_norm optim/router_grad_norm optim/lr memory/gpu_peak_bytes memory/host_peak_bytes nvme/read_bytes nvme/write_bytes
+time/generate_s time/verify_s time/score_s time/update_s time/sync_s time/eval_s time/idle_s rollout/tokens
+rollout/tokens_per_s rollout/truncated rollout/staleness sampling/dropped_groups verifier/timeouts verifier/errors
+loss/policy loss/clip_fraction loss/entropy loss/kl optim/grad_norm optim/router_grad_norm optim/skipped_updates
+optim/lr memory/gpu_peak_bytes memory/host_peak_bytes nvme/read_bytes nvme/write_bytes
 """.split()
 
 
@@ -164,7 +164,8 @@ def terminal(monkeypatch):
 
 
 def test_a_terminal_gets_a_live_line_and_its_cursor_back(terminal: Terminal) -> None:
-    with pytest.raises(KeyboardInterrupt), Console(steps=50, first_step=12, file=terminal.stream) as console:
+    with pytest.raises(KeyboardInterrupt), Console(steps=50, file=terminal.stream) as console:
+        console.resume(12)
         with console.phase("sampling", total=256) as phase:
             phase.advance(113)
             time.sleep(0.6)  # two refreshes
@@ -190,7 +191,7 @@ def test_the_summary_tells_where_things_are_and_what_came_out(tmp_path: Path, te
     with Run.open(tmp_path / "toy", RECIPE) as run:
         run.log_metrics(0, {"eval/toy/avg@8": 0.475})
         run.log_metrics(1, STEP | {"time/step_s": 1.0})
-        run.checkpoint(1, lambda folder: None, {}, score=0.936)
+        run.checkpoint(1, lambda folder: (folder / "weights").touch(), {}, score=0.936)
         run.log_metrics(2, STEP | {"time/step_s": 3.0, "eval/toy/avg@8": 0.9, "parity/abs_logprob_diff_max": 0.02})
         run.checkpoint(2, lambda folder: None, {}, score=0.9)
         for stream in (plain, terminal.stream):

@@ -1,8 +1,9 @@
 """The whole of it as a user runs it: `beam-rl train` in a process of its own, Megatron, vLLM and Ray included.
 
-One run of six steps is the measure of all others: interrupted and resumed, exported, out of disk.
+One run of four steps is the measure of all others: interrupted and resumed, exported, out of disk.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "recipes" / "tiny_cpu.yaml"
 STEPS = 4
+MARK = "BEAM_RL_TEST_RUN"  # environment variable by which a test finds every process of its run
 OVERRIDES = [
     f"trainer.steps={STEPS}",
     "trainer.deterministic=true",
@@ -35,17 +37,34 @@ OVERRIDES = [
 
 def start(out: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "beam_rl.cli", "train", str(TINY), *OVERRIDES, *more, "--out", str(out)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {MARK: str(out)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+def finish(process: subprocess.Popen[str], out: Path, code: int = 0) -> tuple[str, str]:
     """stdout and stderr of a run that must end with `code` and leave no process behind."""
-    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    out, err = process.communicate(timeout=500)
-    assert process.returncode == code, f"{out}\n{err}"
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert alive == []
-    return out, err
+    stdout, stderr = process.communicate(timeout=500)
+    assert process.returncode == code, f"{stdout}\n{stderr}"
+    assert not left_behind(out, 10)
+    return stdout, stderr
+
+
+def left_behind(out: Path, patience_s: float) -> list[psutil.Process]:
+    """Processes that carry the run's mark in their environment, which every child inherits."""
+    end = time.monotonic() + patience_s
+    while True:
+        alive = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == str(out) and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process)
+        if not alive or time.monotonic() > end:
+            return alive
+        time.sleep(0.2)
+
+
+def run(out: Path, *more: str, code: int = 0) -> tuple[str, str]:
+    return finish(start(out, *more), out, code)
 
 
 def metrics(run: Path) -> list[dict]:
@@ -73,7 +92,7 @@ def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """A run that nobody disturbed."""
-    out, _ = finish(start(folder / "whole"))
+    out, _ = run(folder / "whole")
     assert f"{STEPS} of {STEPS}" in out
     return folder / "whole"
 
@@ -85,11 +104,11 @@ def resumed(folder: Path) -> Iterator[Path]:
     wait_for_step(folder / "resumed", 3, process)
     process.send_signal(signal.SIGINT)
     asked = time.monotonic()
-    _, err = finish(process, code=130)
+    _, err = finish(process, folder / "resumed", code=130)
     assert time.monotonic() - asked < 30
     assert "interrupted" in err and "--resume" in err
     assert (folder / "resumed" / "checkpoints" / "step_3").exists(), "the last whole step was due to be saved"
-    finish(start(folder / "resumed", "--resume"))
+    run(folder / "resumed", "--resume")
     return folder / "resumed"
 
 
@@ -145,7 +164,7 @@ def test_what_is_kept_of_the_checkpoints(whole):
 
 
 def test_a_run_that_is_done_is_not_started_again(whole):
-    _, err = finish(start(whole), code=2)
+    _, err = run(whole, code=2)
     assert "holds a run already" in err and "--resume" in err
 
 
@@ -210,19 +229,57 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(folder):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount)], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
-        _, err = finish(start(mount / "run", "checkpoint.every=1", "logging.wandb=disabled"), code=2)
+        _, err = run(mount / "run", "checkpoint.every=1", "logging.wandb=disabled", code=2)
         assert len(err.strip().splitlines()) == 1
         assert "the disk is full" in err and "step_1" in err
         assert os.listdir(mount / "run" / "checkpoints") == ["step_1"]
         shutil.copytree(mount / "run", folder / "rescued")
     finally:
         subprocess.run(["umount", str(mount)], check=True)
-    finish(start(folder / "rescued", "checkpoint.every=1", "logging.wandb=disabled", "--resume", "trainer.steps=2"))
+    run(folder / "rescued", "checkpoint.every=1", "logging.wandb=disabled", "--resume", "trainer.steps=2")
     assert metrics(folder / "rescued")[-1]["step"] == 2
 
 
 def test_an_engine_that_cannot_start_shows_its_own_last_lines(folder):
     """A KV cache without room for one request, which vLLM finds out by itself."""
-    _, err = finish(start(folder / "unstarted", "rollout.kv_cache_gib=0.000001"), code=2)
+    _, err = run(folder / "unstarted", "rollout.kv_cache_gib=0.000001", code=2)
     assert err.startswith("beam-rl: vLLM did not start: ValueError: No available memory for the cache blocks")
     assert "Last lines of" in err and "engine-0.log" in err
+
+
+def test_a_run_that_is_killed_leaves_no_process(folder):
+    """kill -9 while trainer and engine start, when the engine's child has only just been made."""
+    process = start(folder / "killed")
+    logs = folder / "killed" / "logs"
+    end = time.monotonic() + 200
+    while not list(logs.glob("engine-*.log")) and time.monotonic() < end:
+        time.sleep(0.1)
+    process.kill()
+    process.communicate()
+    assert not left_behind(folder / "killed", 30)
+
+
+def test_two_ranks_two_engines_and_the_switches_together(folder):
+    """Data parallelism, BF16, several engines, KL, importance correction and dynamic sampling in one run."""
+    switches = [
+        "trainer.parallel.dp=2",
+        "rollout.engines=2",
+        "rollout.prompts_per_step=8",
+        "trainer.precision=bf16",
+        "trainer.steps=2",
+        "algorithm.loss=cispo",
+        "algorithm.kl.coefficient=0.01",
+        "algorithm.importance_correction.kind=mask",
+        "algorithm.dynamic_sampling.enabled=true",
+        "algorithm.overlong.buffer_tokens=4",
+        "eval.every=0",
+    ]
+    run(folder / "many", *switches)
+    first, second = metrics(folder / "many")[1:]
+    for line in (first, second):
+        assert line["parity/abs_logprob_diff_mean"] < 0.01
+        assert line["replay/rows"] > 100 and line["replay/missing_rows"] == 0
+        assert line["sync/version"] == line["step"]
+    assert second["loss/kl"] > 0, "the second step's policy has left the reference"
+    versions = {row["version"] for row in samples(folder / "many", 2)}
+    assert versions == {1}

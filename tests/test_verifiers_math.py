@@ -169,7 +169,9 @@ def test_different_answers_are_wrong(gold: str, answer: str) -> None:
         (r"earlier \boxed{5} and then \boxed{\frac{1}{2}", None),
         (r"earlier \boxed{5} and then \boxed", None),
         (r"earlier \boxed{5} and then \boxed{}", None),
-        (r"\boxed{5} Answer: 6", "5"),
+        (r"\boxed{5} Answer: 6", "6"),
+        (r"Answer: $\boxed{6}$", "6"),
+        ("Answer: 6, that is \\boxed{7}", "7"),
         (r"\boxed{3} wait, actually \boxed{5}", "5"),
         (r"so \boxed{\boxed{5}}.", "5"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
@@ -185,7 +187,7 @@ def test_different_answers_are_wrong(gold: str, answer: str) -> None:
         ("", None),
     ],
 )
-def test_the_last_box_counts_or_else_the_last_answer_line(response: str, answer: str | None) -> None:
+def test_the_last_box_or_answer_line_counts(response: str, answer: str | None) -> None:
     assert extract_answer(response) == answer
 
 

@@ -47,7 +47,6 @@ def test_one_verdict_per_item_in_order(pool: VerifierPool) -> None:
 def test_towers_and_factorials_end_in_time_as_wrong_and_the_rest_is_graded(
     pool: VerifierPool,
 ) -> None:
-    before = pool.timeouts
     items = [
         item("9^{9^{9^{9}}}"),
         item("5"),
@@ -57,7 +56,7 @@ def test_towers_and_factorials_end_in_time_as_wrong_and_the_rest_is_graded(
     started = time.monotonic()
     verdicts = pool.score(items)
     assert [verdict.score for verdict in verdicts] == [0, 1, 0, 1]
-    assert verdicts[0].timed_out and pool.timeouts - before == sum(verdict.timed_out for verdict in verdicts)
+    assert verdicts[0].timed_out
     assert time.monotonic() - started < 30  # two limits and the starts of new workers, on a busy machine
 
 

@@ -4,7 +4,6 @@ The number that tells whether the run learns from what it sampled. Nothing is sw
 finite is an error with its count, never a gap of 0. Plain torch.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,19 +49,6 @@ def logprob_gap(logp_trainer: Tensor, logp_engine: Tensor, response: Tensor) -> 
         difference.abs().mean().item(),
         difference.abs().max().item(),
         kl.mean().item(),
-    )
-
-
-def combine(gaps: Sequence[Gap]) -> Gap:
-    """The gap over all tokens of several packs or ranks."""
-    tokens = sum(gap.tokens for gap in gaps)
-    if tokens == 0:
-        return Gap(0, 0.0, 0.0, 0.0)
-    return Gap(
-        tokens=tokens,
-        mean=sum(gap.tokens * gap.mean for gap in gaps) / tokens,
-        max=max(gap.max for gap in gaps),
-        mismatch_kl=sum(gap.tokens * gap.mismatch_kl for gap in gaps) / tokens,
     )
 
 

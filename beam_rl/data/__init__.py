@@ -1,6 +1,6 @@
 """Prompts with gold answers, from files or the hub, in a reproducible order."""
 
-from beam_rl.data.prompts import Counts, PromptStream, eval_prompts, read_prompts
+from beam_rl.data.prompts import Counts, PromptStream, read_prompts
 from beam_rl.data.rows import DataError
 
-__all__ = ["Counts", "DataError", "PromptStream", "eval_prompts", "read_prompts"]
+__all__ = ["Counts", "DataError", "PromptStream", "read_prompts"]

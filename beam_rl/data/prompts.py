@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,7 +86,6 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     key: str,
-    cache_dir: Path | None = None,
 ) -> tuple[list[Prompt], Counts]:
     """Every usable row of a data set as a prompt; positions count the prompts that are kept.
 
@@ -99,7 +97,7 @@ def read_prompts(
     counts, columns = Counts(), _Columns(key, source.prompt, source.answer)
     prompts: list[Prompt] = []
     known: set[bytes] = set()
-    for index, row in enumerate(read_rows(source, key, cache_dir)):
+    for index, row in enumerate(read_rows(source, key)):
         counts.rows += 1
         raw_prompt, raw_answer = columns.read(row)
         prompt, answer = as_messages(raw_prompt, key, index), as_answer(raw_answer, key, index)
@@ -197,10 +195,9 @@ class PromptStream:
         max_prompt_tokens: int,
         seed: int,
         key: str = "data.train",
-        cache_dir: Path | None = None,
     ) -> "PromptStream":
         """The stream over a data set; arguments and errors as in `read_prompts`."""
-        prompts, counts = read_prompts(source, tokenizer, max_prompt_tokens, key, cache_dir)
+        prompts, counts = read_prompts(source, tokenizer, max_prompt_tokens, key)
         return cls(prompts, seed, counts)
 
     def __len__(self) -> int:
@@ -227,14 +224,3 @@ class PromptStream:
             self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
         prompt = self._prompts[self._order[index]]
         return Prompt(position, prompt.row, prompt.token_ids, prompt.answer)
-
-
-def eval_prompts(
-    source: DataSource,
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_tokens: int,
-    key: str = "data.eval",
-    cache_dir: Path | None = None,
-) -> list[Prompt]:
-    """All prompts of a data set in its own order; arguments and errors as in `read_prompts`."""
-    return read_prompts(source, tokenizer, max_prompt_tokens, key, cache_dir)[0]

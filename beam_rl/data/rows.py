@@ -20,12 +20,11 @@ class DataError(InputError):
     """The data can't be used as the recipe asks; the message is one line that begins with the recipe's key."""
 
 
-def read_rows(source: DataSource, key: str, cache_dir: Path | None = None) -> Iterator[Row]:
+def read_rows(source: DataSource, key: str) -> Iterator[Row]:
     """The data set's rows in their order, at most `source.limit` of them (0: all).
 
     Args:
         key: where `source` stands in the recipe, such as `data.train`; errors begin with it.
-        cache_dir: where a data set from the hub is kept; None: the Hugging Face cache.
     """
     path = Path(source.path).expanduser()
     if path.suffix == ".jsonl":
@@ -35,7 +34,7 @@ def read_rows(source: DataSource, key: str, cache_dir: Path | None = None) -> It
     elif path.exists() or path.suffix in (".json", ".csv", ".gz") or source.path.startswith(("/", ".", "~")):
         raise DataError(f"{key}.path: {source.path}: a .jsonl or .parquet file, or a data set on the hub, is expected")
     else:
-        rows = _hub_rows(source, key, cache_dir)
+        rows = _hub_rows(source, key)
     return islice(rows, source.limit or None)
 
 
@@ -73,13 +72,11 @@ def _parquet_rows(path: Path, key: str) -> Iterator[Row]:
         raise DataError(f"{key}.path: {path}: not a Parquet file ({_first_line(error)})") from None
 
 
-def _hub_rows(source: DataSource, key: str, cache_dir: Path | None) -> Iterator[Row]:
+def _hub_rows(source: DataSource, key: str) -> Iterator[Row]:
     import datasets  # takes seconds, and only the hub needs it
 
     try:
-        rows = datasets.load_dataset(
-            source.path, split=source.split, cache_dir=None if cache_dir is None else str(cache_dir)
-        )
+        rows = datasets.load_dataset(source.path, source.config, split=source.split)
     except ValueError as error:
         if "split" not in str(error).lower():
             raise DataError(f"{key}.path: {source.path}: {_first_line(error)}") from None

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from beam_rl.recipe.tree import Recipe
 
+LOWEST_TEMPERATURE = 0.01  # of vLLM, above greedy
+
 
 def check(recipe: "Recipe") -> None:
     """Raises ValueError with the first problem, if there is one."""
@@ -23,10 +25,10 @@ def _sampling(recipe: "Recipe") -> Iterator[str]:
             f"rollout.samples_per_prompt = {r.samples_per_prompt}: a group needs at least 2 samples for a relative "
             "advantage"
         )
-    if not r.temperature > 0:
+    if r.temperature < LOWEST_TEMPERATURE:
         yield (
-            f"rollout.temperature = {r.temperature}: training samples need a temperature above 0, or every sample of "
-            "a group is the same (use 1.0)"
+            f"rollout.temperature = {r.temperature}: training samples need a temperature of {LOWEST_TEMPERATURE} or more "
+            "(vLLM raises a lower one to that, and at 0 every sample of a group is the same); use 1.0"
         )
     if r.top_p < 1:
         yield (
@@ -42,6 +44,8 @@ def _batch(recipe: "Recipe") -> Iterator[str]:
             f"trainer.mini_batches = {t.mini_batches}: must divide rollout.prompts_per_step = {r.prompts_per_step}, "
             "since a group is never split over updates"
         )
+    if r.engines > r.prompts_per_step:
+        yield f"rollout.engines = {r.engines}: more than rollout.prompts_per_step = {r.prompts_per_step}; some would idle"
     longest = recipe.data.max_prompt_tokens + r.max_response_tokens
     if r.max_batched_tokens < r.max_num_seqs:
         yield (
@@ -70,6 +74,8 @@ def _algorithm(recipe: "Recipe") -> Iterator[str]:
             "response; use sample_mean"
         )
     c = a.importance_correction
+    if c.kind == "truncate" and c.high < 1:
+        yield (f"algorithm.importance_correction.high = {c.high}: below 1 it would scale every token down; use 2.0")
     if c.kind == "mask" and c.low >= c.high:
         yield (
             f"algorithm.importance_correction.low = {c.low}: must be below "
@@ -85,6 +91,11 @@ def _evaluation(recipe: "Recipe") -> Iterator[str]:
                 f"checkpoint.every = {every}: with checkpoint.keep_best it must be a multiple or a divisor of "
                 f"eval.every = {recipe.eval.every}, so that the best evaluated step has a checkpoint"
             )
+    if 0 < recipe.eval.temperature < LOWEST_TEMPERATURE:
+        yield (
+            f"eval.temperature = {recipe.eval.temperature}: vLLM raises it to {LOWEST_TEMPERATURE}; use 0 (greedy) or "
+            f"{LOWEST_TEMPERATURE} and more"
+        )
     if recipe.eval.temperature == 0 and recipe.eval.samples_per_prompt > 1:
         yield (
             f"eval.samples_per_prompt = {recipe.eval.samples_per_prompt}: at eval.temperature = 0 all samples of a "

@@ -71,7 +71,7 @@ def _set(tree: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     node = tree
     for depth, name in enumerate(parents):
-        child = node.setdefault(name, {})
+        child = node[name] = {} if node.get(name) is None else node[name]
         if not isinstance(child, dict):
             raise RecipeError(f"override {override}: {'.'.join(parents[: depth + 1])} is a value, not a section")
         node = child

@@ -6,13 +6,14 @@ together is refused in `checks.py`, so whoever holds a `Recipe` holds one that c
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 from beam_rl.recipe import checks
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Strict(), Field(gt=0)]
+Count = Annotated[int, Strict(), Field(ge=0)]
+Switch = Annotated[bool, Strict()]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
@@ -27,16 +28,20 @@ class Model(Section):
 
 class DataSource(Section):
     path: str = Field(description="hub id, .jsonl or .parquet file, or `tiny` for the tiny checkpoint's own task")
-    split: str = "train"
-    name: str = Field("", description="task name in metrics; default: the last part of the path")
+    config: str | None = Field(None, description="hub data sets: the configuration, where there are several")
+    split: str = Field("train", description="hub data sets: the split")
     prompt: str = Field("prompt", description="column with a text or a list of chat messages")
     answer: str = Field("answer", description="column with the gold answer; dots reach into a struct")
     limit: Count = Field(0, description="use only the first N rows; 0: all")
 
 
+class EvalSource(DataSource):
+    task: str = Field("", description="the task's name in metrics; default: the last part of the path")
+
+
 class Data(Section):
     train: DataSource
-    eval: DataSource | None = None
+    eval: EvalSource | None = None
     max_prompt_tokens: Positive = 2048
 
 
@@ -52,7 +57,7 @@ class Rollout(Section):
     max_response_tokens: Positive = 1024
     temperature: float = 1.0
     top_p: Fraction = 1.0
-    routing_replay: bool = True
+    routing_replay: Switch = True
     engines: Positive = 1
     max_num_seqs: Positive = Field(256, description="requests that one engine runs at once")
     max_batched_tokens: Positive = Field(4096, description="tokens in one engine step")
@@ -61,7 +66,7 @@ class Rollout(Section):
 
 
 class DynamicSampling(Section):
-    enabled: bool = Field(False, description="drop groups whose rewards are all equal and sample others instead")
+    enabled: Switch = Field(False, description="drop groups whose rewards are all equal and sample others instead")
     max_rounds: Positive = Field(4, description="sampling rounds a step, the first included")
 
 
@@ -119,8 +124,8 @@ class Trainer(Section):
     numerics: Literal["engine", "reference"] = Field(
         "engine", description="round the logits as vLLM does after the softcap, or keep FP32 as transformers does"
     )
-    deterministic: bool = Field(False, description="same bits in every run, at some cost in speed")
-    token_budget: Positive = Field(4096, description="tokens in one micro-batch; longer samples get one of their own")
+    deterministic: Switch = Field(False, description="same bits in every run, at some cost in speed")
+    token_budget: Positive = Field(4096, description="tokens in one micro-batch; the longest sample must fit")
     optimizer: Optimizer = Optimizer()
     parallel: Parallel = Parallel()
 
@@ -133,7 +138,7 @@ class Sync(Section):
 class Checkpoint(Section):
     every: Count = Field(10, description="steps between checkpoints; 0: only at the end")
     keep_last: Positive = 2
-    keep_best: bool = Field(True, description="also keep the checkpoint with the best eval score")
+    keep_best: Switch = Field(True, description="also keep the checkpoint with the best eval score")
 
 
 class Eval(Section):
@@ -150,7 +155,8 @@ class Logging(Section):
 
 class Cluster(Section):
     address: str = Field(
-        "local", description="`local` starts Ray here for this run; `auto` or host:port joins a cluster"
+        "local",
+        description="`local` starts Ray for this run; `auto` or host:port joins the Ray that runs on this machine",
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(600.0, description="until trainer and engines are ready")
 

@@ -56,18 +56,17 @@ class Phase:
 class Console:
     """The terminal of one run; a context manager, so that the cursor comes back whatever happens."""
 
-    def __init__(self, steps: int, first_step: int = 0, file: TextIO | None = None) -> None:
+    def __init__(self, steps: int, file: TextIO | None = None) -> None:
         """
         Args:
             steps: how many the run will have done at its end.
-            first_step: how many are done already; for the live line only.
             file: default stdout.
         """
         self._console = rich.console.Console(file=file, highlight=False)
         if not self._console.is_terminal:
             self._console.width = PLAIN_WIDTH
         self._steps = steps
-        self._step = first_step
+        self._step = 0  # done so far
         self._rows = 0
         self._phases: list[Phase] = []
         self._spinner = Spinner("dots" if self._unicode else "line", style="cyan")
@@ -114,6 +113,10 @@ class Console:
             row.append(column.cell(metrics).rjust(column.width), style=column.style)
         row.rstrip()
         self._print(row)
+        self._step = step
+
+    def resume(self, step: int) -> None:
+        """The run goes on after `step`; for the live line."""
         self._step = step
 
     def note(self, line: str) -> None:

@@ -44,7 +44,7 @@ class MetricsSink:
             self._try(lambda: self._wandb.log({"step": step, **metrics}), "going on without it")
 
     def close(self) -> None:
-        """Ends the W&B run; waits at most half a minute for an upload."""
+        """Ends the W&B run; waits some seconds for an upload."""
         if self._wandb is not None:
             self._try(self._wandb.finish, "the last steps may be missing there")
             self._wandb = None
@@ -72,7 +72,7 @@ def start_wandb(run: Run, mode: Mode, project: str) -> Any:
     """
     import wandb  # takes 2 s, and a run with W&B disabled has no use for it
 
-    settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, finish_timeout=30.0)
+    settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, finish_timeout=8.0)
     wandb.setup(settings=settings)
     if mode == "online":
         wandb.login(prompt=False)  # without a key `init` would ask for one and wait

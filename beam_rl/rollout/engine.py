@@ -1,6 +1,6 @@
 """One vLLM engine as an asynchronous object: token ids in; token ids, their log-probabilities and routes out.
 
-Made to be a Ray actor (`actor.py`), knows nothing about Ray itself. Promises: what a request samples hangs on its seed and
+Made to be a Ray actor, knows nothing about Ray itself. Promises: what a request samples hangs on its seed and
 on the batch it was handed in with, not on arrival; the engine serves exactly one version of the weights; no process stays
 behind when it stops or its process is killed.
 """
@@ -144,12 +144,16 @@ class Engine:
         self._require_update()
         try:
             await self.llm.finish_weight_update(weight_version=str(version))
-            if not await self.llm.reset_prefix_cache():
-                raise RuntimeError("vLLM kept its prefix cache, which holds keys and values of the old weights")
+            await self.forget_prefixes()
         except Exception as error:
             self.update_state = f"a weight update did not finish ({error})"
             raise
         self.version, self.update_state = version, "none"
+
+    async def forget_prefixes(self) -> None:
+        """Empties the prefix cache. Raises RuntimeError when vLLM keeps it, as while requests run."""
+        if not await self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache, which holds keys and values of earlier weights or requests")
 
     async def weight(self, name: str) -> NDArray[Any]:
         """What the engine holds now under a checkpoint's tensor name; BF16 comes as its bits in uint16."""
@@ -262,7 +266,8 @@ class Engine:
             return [None] * len(ended)
         if not self._routes_come_from_worker():
             # vLLM reports every layer, dense ones too: keep the MoE layers by their global number.
-            return [output.outputs[0].routed_experts[:, list(self.info.moe_layers)] for _, output in ended]
+            returned = [output.outputs[0].routed_experts for _, output in ended]
+            return [None if every is None else every[:, list(self.info.moe_layers)] for every in returned]
         ids = [internal_id for internal_id, _ in ended]
         raw, rows = (await self.llm.collective_rpc("take_routes", args=(ids,)))[0]
         config = self.llm.model_config.hf_config

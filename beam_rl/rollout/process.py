@@ -23,12 +23,12 @@ def own_children() -> None:
 
 
 def follow_owner() -> None:
-    """In a child of the owner: asks the kernel to kill this process when its parent goes. Elsewhere: nothing."""
+    """In a process that an owner started, or one of its children did: dies with its parent. Elsewhere: nothing."""
     owner = int(os.environ.get(OWNER, 0))
-    if owner in (0, os.getpid()) or owner != os.getppid():
+    if owner in (0, os.getpid()):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != owner:  # it went before we asked
+    if not psutil.pid_exists(owner):  # it went before we asked
         os._exit(1)
 
 

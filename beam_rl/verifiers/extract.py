@@ -1,4 +1,4 @@
-r"""Finds the final answer in a response: the last `\boxed{…}`, or else the last `Answer:` line.
+r"""Finds the final answer in a response: the last `\boxed{…}` or `Answer:` line.
 
 Plain string work that takes time linear in the response. Knows nothing about what the answer means.
 """
@@ -12,8 +12,9 @@ _ANSWER_LINE = re.compile(r"\banswer\b[*_]{0,3}[ \t]*:[*_]{0,3}[ \t]*([^\n]*)(\n
 def extract_answer(text: str, finished: bool = True) -> str | None:
     r"""The response's final answer as LaTeX or text, or None where there is none.
 
-    The last box counts, also where it is cut off or empty: then there is no answer, whatever earlier boxes say. Nested
-    boxes give the inner one. Only without any box does the last `Answer:` line count.
+    The last box or `Answer:` line counts, whichever comes later: that is the response's last word (a box in an answer
+    line is that line's). A box that is cut off or empty is no answer, whatever earlier ones say. Nested boxes give the
+    inner one.
 
     Args:
         text: the decoded response.
@@ -21,9 +22,9 @@ def extract_answer(text: str, finished: bool = True) -> str | None:
             (12 of 123) then doesn't count.
     """
     start = text.rfind(r"\boxed")
-    if start >= 0:
-        return _box_content(text, start + len(r"\boxed"))
     lines = list(_ANSWER_LINE.finditer(text))
+    if start >= 0 and not (lines and lines[-1].start() > start):
+        return _box_content(text, start + len(r"\boxed"))
     if not lines or not (finished or lines[-1][2]):
         return None
     return lines[-1][1].strip().strip("*").strip() or None

@@ -40,11 +40,9 @@ class VerifierPool:
     """Workers that live as long as the pool, or until an answer has to be cut short.
 
     Attributes:
-        timeouts: answers, since the pool began, that ran past the limit and scored 0.
     """
 
     def __init__(self, workers: int = 2, timeout_s: float = 5.0, memory_bytes: int = MEMORY_BYTES) -> None:
-        self.timeouts = 0
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()  # one scoring at a time; callers may be threads
@@ -150,7 +148,6 @@ class VerifierPool:
                 raise RuntimeError(f"verifier.workers: a grading process did not start in {START_LIMIT_S:.0f} s")
             if worker.item is None:
                 continue
-            self.timeouts += 1
             verdicts.append((worker.item, Verdict(0.0, timed_out=True)))
             self._stop(worker)
             self._start()

@@ -21,8 +21,6 @@ def toy_score(response: str, gold: str, finish_reason: str) -> float:
 class ToyVerifier:
     """The toy task's verifier, with the interface of `VerifierPool`."""
 
-    timeouts = 0
-
     def score(self, items: Sequence[VerifyItem]) -> list[Verdict]:
         """One verdict per item, in order."""
         return [Verdict(toy_score(item.response, item.gold, item.finish_reason)) for item in items]
