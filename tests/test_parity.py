@@ -74,11 +74,14 @@ def pairs() -> dict[str, Pair]:
 
 
 def softcap_of_x(model: Any) -> AbstractContextManager:
-    def scaled(hidden: Tensor, head: Tensor, softcap: float, temperature: float, rounded: bool) -> Tensor:
-        z = hidden @ head.T
-        return z * torch.tanh(z / softcap) / temperature
+    true = logprobs._Workspace.logits
 
-    return replaced(logprobs, "scaled_logits", scaled)
+    def logits(self: Any, hidden: Tensor, head: Tensor, options: Any, keep_tanh: bool) -> Any:
+        capped, *buffers = true(self, hidden, head, options, keep_tanh)
+        z = hidden @ head.T
+        return capped.copy_(z * torch.tanh(z / options.softcap)), *buffers
+
+    return replaced(logprobs._Workspace, "logits", logits)
 
 
 def ssmax_from_zero(model: Any) -> AbstractContextManager:
@@ -243,4 +246,4 @@ def test_a_probe_leaves_nothing_behind(pairs: dict[str, Pair]) -> None:
     before, settings = state(), pairs["fp32"].trainer.settings
     pairs["fp32"].compare()
     assert state() == before and pairs["fp32"].trainer.settings is settings
-    assert logprobs.scaled_logits.__name__ == "scaled_logits" and attention.SdpaCore.forward.__name__ == "forward"
+    assert logprobs._Workspace.logits.__name__ == "logits" and attention.SdpaCore.forward.__name__ == "forward"

@@ -10,13 +10,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from numpy.typing import NDArray
 from torch import Tensor
 
-from beam_rl.errors import InputError
-from beam_rl.layout import cut_routes, pad
+from beam_rl.layout import PADDING, Place, context_rows, cut_routes, pad
 from beam_rl.megatron import attention, logprobs
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.parity.record import Recorder, Records
@@ -28,44 +29,56 @@ Gather = Callable[[Tensor], Tensor]
 def probe(trainer: Trainer, sequences: Sequence[MicroBatch]) -> dict[int, Records]:
     """Scores sequences, one a micro-batch, and records every sub-layer; all ranks call it with all sequences.
 
-    A data-parallel rank takes its share. Returns the records by the sequence's index, of this rank's layers; nothing but
-    on the first tensor-parallel rank, which has the whole. Routes are replayed where a sequence has them.
+    A data-parallel replica takes its share. Returns the records by the sequence's index, of this rank's layers; nothing
+    but on the first of the ranks that share them, which has the whole. Routes are replayed where a sequence has them.
     """
-    parallel, num_experts = trainer.settings.parallel, trainer.config.num_moe_experts
-    for key, size in (("cp", parallel.cp), ("vpp", parallel.vpp)):
-        if size > 1:
-            raise InputError(f"trainer.parallel.{key} = {size}: parity can't look inside such a layout; use 1")
-    mine = _share(len(sequences))
-    batches = [cut_routes(pad(sequences[i], parallel, num_experts), trainer.place) for i in mine]
+    place = trainer.place
+    mine = _share(len(sequences), place)
+    padded = [pad(sequences[i], place.parallel, trainer.config.num_moe_experts) for i in mine]
     recorder = Recorder()
     settings = trainer.settings
-    trainer.settings = replace(settings, routing_replay=True, chunk_tokens=max(len(b.tokens) for b in batches))
+    longest = max(len(batch.tokens) for batch in padded)
+    trainer.settings = replace(settings, routing_replay=True, chunk_tokens=longest)  # one chunk: one record
     try:
-        with observed(trainer.model, recorder, settings.temperature):
-            scores = trainer.score(batches)
+        with ExitStack() as stack:
+            for chunk in trainer.chunks:
+                stack.enter_context(observed(chunk, recorder))
+            stack.enter_context(_cores_observed(trainer.chunks, recorder))
+            scores = trainer.score([cut_routes(batch, place) for batch in padded])
     finally:
         trainer.settings = settings
-    for score in scores:
-        recorder.add(None, "log_probabilities", torch.from_numpy(score.logp))
-    if parallel_state.get_tensor_model_parallel_rank():
+    if place.tp or place.cp:
         return {}
     parts = recorder.parts()
-    return {
-        i: {place: rows[n][: len(sequences[i].tokens)].numpy() for place, rows in parts.items()}
-        for n, i in enumerate(mine)
-    }
+    found: dict[int, Records] = {}
+    for n, (i, batch) in enumerate(zip(mine, padded, strict=True)):
+        rows = _real_rows(batch, place.parallel.cp)
+        found[i] = {at: values[n].numpy()[rows] for at, values in parts.items()}
+        if scores:
+            real = batch.sample != PADDING
+            found[i][None, "log_probabilities"] = scores[n].logp[real][:, None]
+    return found
 
 
-def _share(sequences: int) -> list[int]:
-    """This data-parallel rank's sequences. All ranks get as many, for experts are shared: the last one may repeat."""
-    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    return [min(i, sequences - 1) for i in range(rank, rank + -(-sequences // size) * size, size)]
+def _share(sequences: int, place: Place) -> list[int]:
+    """This replica's sequences. All replicas get as many, for they share experts: the last one may repeat."""
+    dp, pp = place.parallel.dp, place.parallel.pp
+    count = -(-sequences // (dp * pp)) * pp  # an interleaved pipeline runs them in groups of pp
+    return [min(n * dp + place.dp, sequences - 1) for n in range(count)]
+
+
+def _real_rows(batch: MicroBatch, cp: int) -> NDArray[np.int64]:
+    """Where the micro-batch's own tokens are among those that its context-parallel ranks have, one rank after another."""
+    gathered = np.arange(len(batch.tokens))
+    if cp > 1:
+        gathered = np.concatenate([context_rows(batch.cu_tokens, cp, index) for index in range(cp)])
+    return gathered.argsort()[batch.sample != PADDING]
 
 
 @contextmanager
-def observed(model: Any, recorder: Recorder, temperature: float) -> Iterator[None]:
-    """Records what `model` computes inside."""
-    tokens = gather_tokens if model.config.sequence_parallel else unchanged
+def observed(model: Any, recorder: Recorder) -> Iterator[None]:
+    """Records what `model`, a rank's part of a pipeline, computes inside; what a core attention gets is not seen here."""
+    tokens = gather_tokens if model.config.sequence_parallel else gather_context
     with ExitStack() as stack:
 
         def after(module: Any, layer: int | None, name: str, value: Callable[[Any], Tensor], gather: Gather) -> None:
@@ -91,10 +104,9 @@ def observed(model: Any, recorder: Recorder, temperature: float) -> Iterator[Non
             stack.enter_context(_gate_observed(layer.self_attention, recorder, i))
             if layer.is_moe_layer:
                 stack.enter_context(_router_observed(layer.mlp.router, recorder, i, tokens))
-        stack.enter_context(_cores_observed(model, recorder))
         if model.post_process:
             after(model.decoder.final_layernorm, None, "final_norm", _itself, tokens)
-            stack.enter_context(_logits_observed(recorder))
+            stack.enter_context(_logits_observed(recorder, model.config.vocab_size))
         yield
 
 
@@ -120,35 +132,38 @@ def _first(out: Any) -> Tensor:
     return out[0]
 
 
-def unchanged(x: Tensor) -> Tensor:
-    return x
-
-
-def gather_last(x: Tensor) -> Tensor:
-    """(tokens, …, parts) with the last dimension split over tensor-parallel ranks → (tokens, all)."""
-    return _gathered(x.reshape(len(x), -1), dim=-1)
+def gather_context(x: Tensor) -> Tensor:
+    """(tokens of this context-parallel rank, …) → (tokens, …), one rank's after another's."""
+    return _gathered(x, 0, parallel_state.get_context_parallel_group())
 
 
 def gather_tokens(x: Tensor) -> Tensor:
-    """(tokens of this rank, …) → (tokens, …)."""
-    return _gathered(x, dim=0)
+    """(tokens of this sequence- and context-parallel rank, …) → (tokens, …)."""
+    return gather_context(_gathered(x, 0, parallel_state.get_tensor_model_parallel_group()))
 
 
-def _gathered(x: Tensor, dim: int) -> Tensor:
-    size = parallel_state.get_tensor_model_parallel_world_size()
+def gather_last(x: Tensor) -> Tensor:
+    """(tokens of this context-parallel rank, …, parts) with the rest split over tensor-parallel ranks → (tokens, all)."""
+    flat = x.reshape(len(x), -1)
+    return gather_context(_gathered(flat, 1, parallel_state.get_tensor_model_parallel_group()))
+
+
+def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    size = dist.get_world_size(group)
     if size == 1:
         return x
-    parts = [torch.empty_like(x) for _ in range(size)]
-    dist.all_gather(parts, x.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim=dim)
 
 
 @contextmanager
-def _cores_observed(model: Any, recorder: Recorder) -> Iterator[None]:
+def _cores_observed(chunks: Sequence[Any], recorder: Recorder) -> Iterator[None]:
     """Q, K and V as the core attention gets them, positions included: the class below `BeamCore` sees them so."""
     core = attention.BeamCore.__bases__[0]
     forward = core.forward
-    layer_of = {layer.self_attention.core_attention: layer.layer_number - 1 for layer in model.decoder.layers}
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    layer_of = {layer.self_attention.core_attention: layer.layer_number - 1 for layer in layers}
 
     def recording(self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         for name, part in (("q", query), ("k", key), ("v", value)):
@@ -187,13 +202,16 @@ def _router_observed(router: Any, recorder: Recorder, layer: int, tokens: Gather
 
 
 @contextmanager
-def _logits_observed(recorder: Recorder) -> Iterator[None]:
-    scaled = logprobs.scaled_logits
+def _logits_observed(recorder: Recorder, vocabulary: int) -> Iterator[None]:
+    """Of a part of the vocabulary, or of all of it on every tensor-parallel rank."""
+    workspace: Any = logprobs._Workspace
+    compute = workspace.logits
 
-    def recording(*args: Any, **kwargs: Any) -> Tensor:
-        logits = scaled(*args, **kwargs)
-        recorder.add(None, "logits", gather_last(logits))
-        return logits
+    def recording(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        logits, *buffers = compute(self, *args, **kwargs)
+        whole = logits.shape[-1] == vocabulary
+        recorder.add(None, "logits", gather_context(logits) if whole else gather_last(logits))
+        return logits, *buffers
 
-    with replaced(logprobs, "scaled_logits", recording):
+    with replaced(workspace, "logits", recording):
         yield
