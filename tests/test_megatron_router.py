@@ -40,10 +40,11 @@ def test_replayed_experts_get_weights_with_a_gradient_from_the_full_scores() -> 
 
 
 def test_agreement_counts_sets_not_orders() -> None:
-    agreement = Agreement()
-    count_agreement(torch.tensor([[3, 1], [2, 0]]), torch.tensor([[1, 3], [2, 1]]), agreement)
-    count_agreement(torch.tensor([[3, 1]]), torch.tensor([[3, 1]]), agreement)
-    assert (agreement.agree, agreement.total) == (2, 3)
+    agreement = Agreement(counts=torch.tensor([True, True, False]))
+    count_agreement(torch.tensor([[3, 1], [2, 0], [3, 1]]), torch.tensor([[1, 3], [2, 1], [3, 1]]), agreement)
+    assert (agreement.agree, agreement.total) == (1, 2)
+    count_agreement(torch.tensor([[3, 1]] * 3), torch.tensor([[3, 1]] * 3), agreement)
+    assert (agreement.agree, agreement.total) == (3, 4)
 
 
 def test_rows_that_no_router_can_have_chosen_are_found() -> None:
@@ -81,7 +82,7 @@ def test_replaying_the_routers_own_choice_changes_nothing() -> None:
 def test_routes_of_another_shape_are_refused() -> None:
     batch = tiny.micro_batch([6])
     assert batch.routes is not None
-    with pytest.raises(ValueError, match=r"routes of shape \(6, 3, 4\), but the model needs \(6, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"routes of shape \(6, 3, 4\), but this rank needs \(6, 4, 4\)"):
         tiny.trainer().score([tiny.replace(batch, routes=batch.routes[:, 1:])])
 
 
@@ -115,9 +116,10 @@ def test_a_recomputed_layer_replays_its_own_micro_batch(recompute: Any) -> None:
     def gradients(trainer: Any) -> list[torch.Tensor]:
         trainer.model.train()
         batches = [tiny.micro_batch([20, 7], seed=1), tiny.micro_batch([13], seed=5)]
+        packs = [trainer._pack(batch, None) for batch in batches]
         losses = [
-            trainer._loss(trainer._hidden(trainer.ddp, batch, None), batch, tiny.squared_objective)[0]
-            for batch in batches
+            trainer._loss(trainer._hidden(trainer.ddp[0], batch, pack), batch, pack, tiny.squared_objective)[0]
+            for batch, pack in zip(batches, packs, strict=True)
         ]
         for loss in losses:
             loss.backward()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -39,29 +40,40 @@ def scalable_softmax(query: Tensor, positions: Tensor) -> Tensor:
 def attend(query: Tensor, key: Tensor, value: Tensor, pack: Pack, window: int | None, scale: float) -> Tensor:
     """Causal attention inside each sample, over the last `window` tokens (the token itself included; None: all).
 
-    query: (tokens, heads, dim); key, value: (tokens, KV heads, dim). Returns (tokens, heads · dim).
+    query: (tokens, heads, dim), this rank's rows; key, value: (whole pack, KV heads, dim). Returns (tokens, heads · dim).
     Samples are padded to the longest at their end, where causality hides the padding from every real token.
     """
-    samples, longest, row = len(pack.lengths), pack.max_seqlen_q, pack.padded_row
-    place = torch.arange(longest, device=query.device)
-    distance = place[:, None] - place[None, :]
+    distance = pack.distance
     mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    samples, (here, there) = len(pack.cu_seqlens_q) - 1, pack.stacked
+    queries, keys = mask.shape[-2:]
 
-    def padded(x: Tensor) -> Tensor:
-        rows = x.new_zeros(samples * longest, *x.shape[1:]).index_copy(0, row, x)
-        return rows.view(samples, longest, *x.shape[1:]).transpose(1, 2)
+    def stacked(x: Tensor, length: int, rows: Tensor) -> Tensor:
+        padded = x.new_zeros(samples * length, *x.shape[1:]).index_copy(0, rows, x)
+        return padded.view(samples, length, *x.shape[1:]).transpose(1, 2)
 
     out = F.scaled_dot_product_attention(
-        padded(query), padded(key), padded(value), attn_mask=mask, scale=scale, enable_gqa=True
+        stacked(query, queries, here),
+        stacked(key, keys, there),
+        stacked(value, keys, there),
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=True,
     )
-    return out.transpose(1, 2).reshape(samples * longest, -1).index_select(0, row)
+    return out.transpose(1, 2).reshape(samples * queries, -1).index_select(0, here)
 
 
 class SdpaCore(MegatronModule):
-    """Megatron's core-attention slot without Transformer Engine: torch's attention over padded samples."""
+    """Megatron's core-attention slot without Transformer Engine: torch's attention over padded samples.
 
-    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+    Context-parallel ranks gather each other's keys and values; the backward pass sums what each owes to the others.
+    """
+
+    def __init__(
+        self, config: Any, layer_number: int, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+    ) -> None:
         super().__init__(config=config)
+        self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
         self.scale = softmax_scale or config.kv_channels**-0.5
@@ -69,6 +81,12 @@ class SdpaCore(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: Pack, **_: Any
     ) -> Tensor:
+        if self.context_group is not None:
+            order = packed_seq_params.gathered_order
+            key, value = (
+                gather_from_sequence_parallel_region(x, group=self.context_group).index_select(0, order)
+                for x in (key, value)
+            )
         return attend(query, key, value, packed_seq_params, self.window, self.scale)
 
 

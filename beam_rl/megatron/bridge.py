@@ -5,7 +5,7 @@ disk. Knows nothing about training.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -155,12 +155,13 @@ class BeamCheckpoint:
             if names:
                 raise InputError(f"model.path = {path}: the checkpoint {what} {min(names)} ({len(names)} such tensors)")
 
-    def load_into(self, model: BeamModel) -> None:
-        self._bridge.load_hf_weights([model])
+    def load_into(self, chunks: Sequence[BeamModel]) -> None:
+        """Fills the chunks of the model that this rank holds; every rank calls it."""
+        self._bridge.load_hf_weights(list(chunks))
 
-    def tensors_of(self, model: BeamModel) -> Iterator[tuple[str, Tensor]]:
+    def tensors_of(self, chunks: Sequence[BeamModel]) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors under this checkpoint's names; every rank gets them all, one after the other."""
-        yield from self._bridge.export_hf_weights([model], cpu=False, show_progress=False)
+        yield from self._bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False)
 
 
 def read_config(folder: Path) -> Any:

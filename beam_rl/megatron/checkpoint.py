@@ -1,13 +1,19 @@
 """Saves and restores a training state: weights, FP32 main parameters, Adam's moments and step, random states.
 
-Each tensor is written once, by the rank that holds its main replica, in torch's distributed-checkpoint format; Megatron
-says which part of which global tensor a rank holds, so another parallel layout can read it back. No file holds pickled
+Every value is written once, as a part of a global tensor, in torch's distributed-checkpoint format: Megatron says which
+part of which weight a rank holds, and the distributed optimizer which part of that. So another parallel layout can read
+it back. No file holds pickled
 code: tensors are read with `weights_only`, the index by an unpickler that knows the index's own classes only.
 Knows nothing about HF checkpoints or about where a run keeps its folders.
 """
 
 import io
+import math
 import pickle
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +22,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
+from megatron.core.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -26,15 +34,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from beam_rl.errors import InputError
 from beam_rl.megatron.model import BeamModel
-from beam_rl.megatron.optimizer import get_step, parameter_state, set_step
+from beam_rl.megatron.optimizer import get_step, is_distributed, parameter_state, set_step
 
 _STEP = "optimizer.step"
 
 
-def save(folder: Path, model: BeamModel, optimizer: MegatronOptimizer) -> None:
+def save(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> None:
     """Writes the state of all ranks into `folder`; every rank calls it. Complete when it returns."""
-    tensors = {key: shard for key, shard in _shards(model, optimizer).items() if _is_main_replica(shard)}
-    state: dict[str, Any] = {key: CheckpointableShardedTensor.from_sh_ten(shard) for key, shard in tensors.items()}
+    pieces = {key: [p for p in found if p.written_here] for key, found in _pieces(models, optimizer).items()}
+    state: dict[str, Any] = {key: _for_torch(found) for key, found in pieces.items() if found}
     state |= _random_states()
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +51,7 @@ def save(folder: Path, model: BeamModel, optimizer: MegatronOptimizer) -> None:
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=1))
 
 
-def load(folder: Path, model: BeamModel, optimizer: MegatronOptimizer) -> None:
+def load(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> None:
     """Reads back what `save` wrote, in place; every rank calls it.
 
     Raises:
@@ -53,37 +61,87 @@ def load(folder: Path, model: BeamModel, optimizer: MegatronOptimizer) -> None:
         raise InputError(f"{folder} holds no complete trainer checkpoint")
     reader = _Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
-    shards = _shards(model, optimizer)
-    _check_shapes(folder, shards, stored)
+    pieces = _pieces(models, optimizer)
+    _check_shapes(folder, pieces, stored)
     step = torch.tensor(0)
     # Of another number of ranks, some have no random state here: theirs stays as the seed made it.
     random = {key: value for key, value in _random_states().items() if key in stored}
-    state: dict[str, Any] = {key: CheckpointableShardedTensor.from_sh_ten(shard) for key, shard in shards.items()}
+    state: dict[str, Any] = {key: _for_torch(found) for key, found in pieces.items()}
     dcp.load(state | random | {_STEP: step}, storage_reader=reader)
     set_step(optimizer, int(step))
     _restore_random_states(random)
 
 
-def _shards(model: BeamModel, optimizer: MegatronOptimizer) -> dict[str, ShardedTensor]:
-    """This rank's part of each global tensor, by the global tensor's name; the data are the live tensors."""
+@dataclass(frozen=True)
+class Piece:
+    """A box of a global tensor that this rank holds; `data` is live."""
+
+    data: Tensor
+    offset: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    written_here: bool  # other ranks that hold it don't write it
+
+
+def _pieces(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> dict[str, list[Piece]]:
+    """What this rank holds, by the global tensor's name: weights whole or in Megatron's shards, and the optimizer's
+    part of each shard."""
     layout = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": True,
     }
-    weights = model.sharded_state_dict(metadata=layout)
-    state: dict[str, Any] = {f"model.{name}": value for name, value in weights.items()}
-    for kind, name, tensor in parameter_state(model, optimizer):
-        state[f"{kind}.{name}"] = make_sharded_optimizer_tensor(weights[name], tensor, prefix=f"optimizer.{kind}")
-    apply_factories(state)  # gate and up, one tensor in the model, are sharded apart
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for model in models:
+        shards = _shards(model, layout)
+        for shard in (shard for found in shards.values() for shard in found):
+            whole = Piece(shard.data, tuple(shard.global_offset), tuple(shard.global_shape), _is_main(shard))
+            pieces[f"model.{shard.key}"].append(whole)
+        parameters = dict(model.named_parameters())
+        for kind, name, flat, start in parameter_state(model, optimizer):
+            for shard in shards[name]:
+                # Gate and up are one parameter in the model and two tensors here: views of it, one after the other.
+                begin = shard.data.storage_offset() - parameters[name].storage_offset()
+                for box, offset in _boxes(flat, start - begin, tuple(shard.data.shape)):
+                    at = tuple(a + b for a, b in zip(shard.global_offset, offset, strict=True))
+                    piece = Piece(
+                        box, at, tuple(shard.global_shape), _is_main(shard, any_replica=is_distributed(optimizer))
+                    )
+                    pieces[f"optimizer.{kind}.{shard.key}"].append(piece)
+    return dict(pieces)
+
+
+def _shards(model: BeamModel, layout: dict[str, Any]) -> dict[str, list[ShardedTensor]]:
+    """Megatron's view of each weight of this rank, by the weight's name in this model."""
+    state = model.sharded_state_dict(metadata=layout)
+    apply_factories(state)
     tensors, _ = extract_sharded_tensors(state)
-    shards = list(_leaves(tensors))
-    named = {shard.key: shard for shard in shards}
-    if len(named) != len(shards):
-        raise RuntimeError("two tensors of the model have one name in the checkpoint")
-    return named
+    return {name: list(_leaves(found)) for name, found in tensors.items()}
 
 
-def _leaves(state: Any) -> Any:
+def _boxes(flat: Tensor, start: int, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """Cuts `flat`, the values of a tensor of `shape` from `start` on, into boxes of it: (values, offset).
+
+    `start` may be negative and `flat` may reach beyond the end: what is outside is left out. A range of a matrix is the
+    end of a row, whole rows and the beginning of a row, or less.
+    """
+    size = math.prod(shape)
+    first, last = max(start, 0), min(start + flat.numel(), size)
+    if first >= last:
+        return
+    row = size // shape[0]
+    if first % row == 0 and (last % row == 0):
+        values = flat[first - start : last - start]
+        yield values.view(-1, *shape[1:]), (first // row, *[0] * (len(shape) - 1))
+    elif first // row == (last - 1) // row:  # inside one row
+        begin = first // row * row
+        for values, offset in _boxes(flat[first - start : last - start], first - begin, shape[1:]):
+            yield values[None], (first // row, *offset)
+    else:
+        inner = sorted({first, -(-first // row) * row, last // row * row, last})
+        for a, b in pairwise(inner):
+            yield from _boxes(flat[a - start : b - start], a, shape)
+
+
+def _leaves(state: Any) -> Iterator[ShardedTensor]:
     if isinstance(state, ShardedTensor):
         yield state
     else:
@@ -91,15 +149,33 @@ def _leaves(state: Any) -> Any:
             yield from _leaves(value)
 
 
-def _is_main_replica(shard: ShardedTensor) -> bool:
-    replica = shard.replica_id
-    return replica == 0 if isinstance(replica, int) else all(r == 0 for r in replica)
+def _is_main(shard: ShardedTensor, any_replica: bool = False) -> bool:
+    """Whether this rank writes what several hold. any_replica: data-parallel ranks hold different parts, not copies."""
+    replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
+    return not any(replica[:-1] if any_replica else replica)
 
 
-def _check_shapes(folder: Path, shards: dict[str, ShardedTensor], stored: dict[str, Any]) -> None:
-    for key, shard in shards.items():
-        if key not in stored or tuple(stored[key].size) != tuple(shard.global_shape):
-            found, due = tuple(stored[key].size) if key in stored else "nothing", tuple(shard.global_shape)
+def _for_torch(pieces: list[Piece]) -> LocalShardsContainer:
+    """One object for torch's distributed checkpoint, which reads from and writes to the pieces' own memory."""
+    shards = [
+        ShardedTensor(
+            key="",
+            data=piece.data,
+            dtype=piece.data.dtype,
+            local_shape=tuple(piece.data.shape),
+            global_shape=piece.global_shape,
+            global_offset=piece.offset,
+            axis_fragmentations=None,
+        )
+        for piece in pieces
+    ]
+    return LocalShardsContainer([CheckpointableShardedTensor.from_sh_ten(shard) for shard in shards])
+
+
+def _check_shapes(folder: Path, pieces: dict[str, list[Piece]], stored: dict[str, Any]) -> None:
+    for key, (piece, *_) in pieces.items():
+        if key not in stored or tuple(stored[key].size) != piece.global_shape:
+            found, due = tuple(stored[key].size) if key in stored else "nothing", piece.global_shape
             raise InputError(f"{folder} is not a checkpoint of this model: {key} should be {due}, found {found}")
 
 

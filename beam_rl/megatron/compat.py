@@ -136,6 +136,28 @@ def _cpu_random_states() -> None:
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
+# --- the distributed optimizer ----------------------------------------------------------------------------
+
+
+def optimizer_shards(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int]]:
+    """This rank's parts of a Megatron `DistributedOptimizer`'s parameters: (parameter, FP32 part, where it begins).
+
+    Megatron 0.19 finds a part by its index in Adam's group, which is wrong for a group of both BF16 and FP32 parameters.
+    """
+    starts = {
+        parameter: ranges["param"].start
+        for buffer in optimizer.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+        for parameter, ranges in bucket["param_map"].items()
+    }
+    whole = (*optimizer.model_fp32_groups, *optimizer.model_float16_groups)
+    parts = (*optimizer.shard_fp32_groups, *optimizer.shard_fp32_from_float16_groups)
+    for parameters, mains in zip(whole, parts, strict=True):
+        for parameter, main in zip(parameters, mains, strict=True):
+            yield parameter, main, starts[parameter]
+
+
 # --- what they import -------------------------------------------------------------------------------------
 
 

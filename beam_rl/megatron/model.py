@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -31,10 +31,12 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor, nn
 
+from beam_rl.layout import stage_layers
 from beam_rl.megatron import compat
 from beam_rl.megatron.attention import BeamCore, BeamSelfAttention
 from beam_rl.megatron.packing import Agreement, Pack
 from beam_rl.megatron.router import BeamRouter
+from beam_rl.recipe.tree import Parallel
 
 compat.require_installed()
 
@@ -52,6 +54,7 @@ class BeamConfig(TransformerConfig):
     final_logit_softcapping: float = 0.0
     routed_scaling_factor: float = 0.0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    routed_columns: tuple[int, ...] | None = None  # of the model's MoE layers, those that a pack has routes for
 
     @property
     def moe_layers(self) -> list[int]:
@@ -112,6 +115,29 @@ def config_from_hf(hf: Any, dtype: torch.dtype, device: torch.device, **parallel
         **_moe_fields(hf),
         **parallel,
     )
+
+
+def layout_fields(parallel: Parallel, num_layers: int, recompute: str) -> dict[str, Any]:
+    """The layout and the recomputation of activations, by Megatron's names."""
+    fields: dict[str, Any] = dict(
+        tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.sp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+    )
+    if parallel.pp > 1:
+        stages = [["decoder"] * len(layers) for layers in stage_layers(num_layers, parallel)]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        fields["pipeline_model_parallel_layout"] = stages
+        fields["virtual_pipeline_model_parallel_size"] = parallel.vpp if parallel.vpp > 1 else None
+    if recompute == "full":
+        fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif recompute == "selective":
+        fields |= dict(recompute_granularity="selective", recompute_modules=["mlp", "moe"])
+    return fields
 
 
 def _moe_fields(hf: Any) -> dict[str, Any]:
@@ -249,7 +275,10 @@ class BeamLayer(TransformerLayer):
         """This layer's column, found by its global number: a pipeline stage's first MoE layer is not column 0."""
         if pack.routes is None:
             return None
-        return pack.routes[:, self.config.moe_layers.index(self.layer_number - 1)]
+        column = self.config.moe_layers.index(self.layer_number - 1)
+        if self.config.routed_columns is not None:
+            column = self.config.routed_columns.index(column)
+        return pack.routes[:, column].long()
 
 
 @dataclass
@@ -322,3 +351,17 @@ def build_model(config: BeamConfig, pre_process: bool, post_process: bool, vp_st
         position_embedding_type="none",
         vp_stage=vp_stage,
     )
+
+
+def build_chunks(config: BeamConfig) -> list[BeamModel]:
+    """This rank's part of the model: one chunk, or one for each of its virtual pipeline stages."""
+    virtual = config.virtual_pipeline_model_parallel_size
+    return [
+        build_model(
+            config,
+            parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            stage,
+        )
+        for stage in ([None] if virtual is None else range(virtual))
+    ]

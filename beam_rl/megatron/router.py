@@ -36,10 +36,10 @@ def expert_weights(scores: Tensor, experts: Tensor) -> Tensor:
 
 
 def count_agreement(own: Tensor, replayed: Tensor, agreement: Agreement) -> None:
-    """Adds the tokens whose two sets of experts (tokens, top-k) are the same, whatever the order."""
-    same = own.sort(dim=-1).values == replayed.sort(dim=-1).values
-    agreement.agree += int(same.all(dim=-1).sum())
-    agreement.total += len(own)
+    """Adds the tokens that count and whose two sets of experts (tokens, top-k) are the same, whatever the order."""
+    same = (own.sort(dim=-1).values == replayed.sort(dim=-1).values).all(dim=-1)
+    agreement.agree += int((same & agreement.counts).sum())
+    agreement.total += int(agreement.counts.sum())
 
 
 def invalid_rows(routes: NDArray[np.integer], num_experts: int) -> NDArray[np.bool_]:
@@ -61,6 +61,11 @@ class BeamRouter(Router):
     expert_bias: Tensor
 
     def __init__(self, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
+        if config.moe_router_fusion:
+            raise ValueError(
+                "moe_router_fusion: a fused router chooses its experts inside one kernel, so that a replayed choice "
+                "would be ignored without a word; leave it off"
+            )
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.register_buffer("expert_bias", torch.zeros(self.num_experts, dtype=torch.float32, device=config.device))
 

@@ -19,6 +19,7 @@ class TrainerSettings:
     seed: int
     optimizer: Optimizer
     parallel: Parallel
+    recompute: Literal["none", "selective", "full"] = "none"
     chunk_tokens: int = 1024  # tokens whose FP32 logits exist at one time
 
 
@@ -28,5 +29,6 @@ class Score:
 
     logp: NDArray[np.float32]  # (tokens,) natural-log probability of the target
     entropy: NDArray[np.float32]  # (tokens,) nats
+    # Over the whole model, whichever ranks hold its layers, and without padding:
     routes_agree: int  # (token, MoE layer) pairs whose replayed set of experts is the router's own choice too
     routes_total: int  # pairs that were replayed

@@ -5,25 +5,25 @@ injected. Knows nothing about Ray, vLLM, rewards or recipes.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
-from beam_rl.megatron import checkpoint, compat
+from beam_rl.errors import InputError
+from beam_rl.layout import PADDING, check_layout, place_of, routed_rows
+from beam_rl.megatron import checkpoint, compat, ranks
 from beam_rl.megatron.bridge import BeamCheckpoint
 from beam_rl.megatron.export import export_checkpoint
 from beam_rl.megatron.logprobs import token_logprobs
-from beam_rl.megatron.model import BeamModel, build_model, config_from_hf
-from beam_rl.megatron.optimizer import make_optimizer, set_lr, with_gradient_buffers
+from beam_rl.megatron.model import BeamModel, build_chunks, config_from_hf, layout_fields
+from beam_rl.megatron.optimizer import make_optimizer, router_gradient_norm, set_lr, with_gradient_buffers
 from beam_rl.megatron.packing import Agreement, Pack, pack
 from beam_rl.megatron.settings import Score, TrainerSettings
 from beam_rl.samples import MicroBatch
@@ -46,48 +46,74 @@ class Trainer:
         """
         self.settings = settings
         self.checkpoint = BeamCheckpoint(model_path)
-        self.device = _start_process(settings)
-        _join_ranks(settings, rank, world_size, master)
-        self.config = config_from_hf(self.checkpoint.config, DTYPES[settings.precision], self.device)
+        hf = self.checkpoint.config
+        for problem in check_layout(hf.to_dict(), settings.parallel):
+            raise InputError(problem)
+        self.device = ranks.start_process(settings)
+        ranks.join(settings, rank, world_size, master)
+        self.place = place_of(rank, settings.parallel, hf.mlp_layer_types)
+        self.config = config_from_hf(
+            hf,
+            DTYPES[settings.precision],
+            self.device,
+            routed_columns=self.place.moe_columns,
+            **layout_fields(settings.parallel, hf.num_hidden_layers, settings.recompute),
+        )
         self.config.finalize_model_grads_func = _finalize_gradients
-        first, last = (parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage())
-        self.model: BeamModel = build_model(self.config, first, last).to(self.device)
-        self.checkpoint.load_into(self.model)
-        self.ddp = with_gradient_buffers(self.model)
+        self.chunks: list[BeamModel] = [chunk.to(self.device) for chunk in build_chunks(self.config)]
+        self.checkpoint.load_into(self.chunks)
+        self.ddp = [with_gradient_buffers(chunk, settings.optimizer.distributed) for chunk in self.chunks]
         self.optimizer = make_optimizer(self.ddp, settings.optimizer)
         self._reference: dict[str, Tensor] | None = None  # on the host
 
+    @property
+    def model(self) -> BeamModel:
+        """What this rank holds of the model, where that is one chunk (there are no virtual stages)."""
+        (chunk,) = self.chunks
+        return chunk
+
     def close(self) -> None:
         """Leaves the group of ranks; the process may start another trainer."""
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        ranks.leave()
 
     # --- scoring -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[Score]:
-        """Log-probabilities and entropies of every position under the policy as it is now."""
+        """Log-probabilities and entropies of every position under the policy as it is now.
+
+        The micro-batches are padded and cut for this rank's place (see `beam_rl.layout`). Ranks of the last pipeline
+        stage return a score for each; tensor- and context-parallel neighbours the same one. The others return [].
+        """
         if not micro_batches:
             return []
-        self.model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
+        agreements = [self._agreement(batch) for batch in micro_batches]
 
-        def forward(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-            batch, agreement = next(batches), Agreement()
-            hidden = self._hidden(model, batch, agreement)
+        def forward(batches: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[Tensor, Any]:
+            i, batch = next(batches)
+            pack = self._pack(batch, agreements[i])
 
-            def collect(hidden: Tensor, non_loss_data: bool = False) -> Score:
-                logp, entropy = self._logprobs(hidden, batch)
-                return Score(logp.cpu().numpy(), entropy.cpu().numpy(), agreement.agree, agreement.total)
+            def collect(hidden: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor]:
+                logp, entropy = self._logprobs(hidden, batch, pack)
+                return logp.cpu(), entropy.cpu()
 
-            return hidden, collect
+            return self._hidden(model, batch, pack), collect
 
-        return self._run(forward, micro_batches, forward_only=True)
+        found = self._run(forward, micro_batches, forward_only=True)
+        counts = torch.tensor([(a.agree, a.total) if a else (0, 0) for a in agreements], device=self.device)
+        ranks.sum_over_replica(counts)
+        return [
+            Score(logp.numpy(), entropy.numpy(), *count)
+            for (logp, entropy), count in zip(found, counts.tolist() if found else [], strict=True)
+        ]
 
     def score_reference(self, micro_batches: Sequence[MicroBatch]) -> list[Score]:
         """The same under the frozen starting policy: the weights at `model_path`, also after a resume."""
         live = self._weights_on_host()
         if self._reference is None:
-            self.checkpoint.load_into(self.model)
+            self.checkpoint.load_into(self.chunks)
             self._reference = self._weights_on_host()
         else:
             self._put_weights(self._reference)
@@ -107,34 +133,35 @@ class Trainer:
         Raises:
             FloatingPointError: the loss or a gradient is not finite; no weight has changed.
         """
-        self.model.train()
-        self.ddp.zero_grad_buffer()
+        for chunk, ddp in zip(self.chunks, self.ddp, strict=True):
+            chunk.train()
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         totals = torch.zeros(5, dtype=torch.float64)  # loss, response tokens, clipped, entropy, KL
 
-        def forward(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-            batch = next(batches)
-            hidden = self._hidden(model, batch, None)
+        def forward(batches: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[Tensor, Any]:
+            _, batch = next(batches)
+            pack = self._pack(batch, None)
 
             def loss(hidden: Tensor) -> tuple[Tensor, Tensor, None]:
-                total, sums = self._loss(hidden, batch, objective)
+                total, sums = self._loss(hidden, batch, pack, objective)
                 totals.add_(sums)
                 return total, torch.tensor(0, dtype=torch.int), None
 
-            return hidden, loss
+            return self._hidden(model, batch, pack), loss
 
         if micro_batches:
             self._run(forward, micro_batches, forward_only=False)
-        else:  # a rank without samples still takes part in the gradient's sum
-            _finalize_gradients([self.ddp])
+        else:  # a replica without samples still takes part in the gradient's sum
+            _finalize_gradients(self.ddp)
         metrics = self._metrics(totals)
         set_lr(self.optimizer, lr)
         _, grad_norm, _ = self.optimizer.step()
         return metrics | {"optim/grad_norm": float(grad_norm), "optim/lr": lr}
 
-    def _loss(self, hidden: Tensor, batch: MicroBatch, objective: Objective) -> tuple[Tensor, Tensor]:
+    def _loss(self, hidden: Tensor, batch: MicroBatch, pack: Pack, objective: Objective) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the loss, and its part of the metrics' sums."""
-        logp, entropy = self._logprobs(hidden, batch)
+        logp, entropy = self._logprobs(hidden, batch, pack)
         response = self._tensor(batch.response)
         inputs = LossInputs(
             logp=logp,
@@ -155,12 +182,10 @@ class Trainer:
     def _metrics(self, totals: Tensor) -> dict[str, float]:
         """Sums over ranks what each has counted, and looks at the gradients; both must be finite to go on."""
         on_device = totals.to(self.device)
-        dist.all_reduce(on_device, group=parallel_state.get_data_parallel_group())
+        ranks.sum_over_batch(on_device)
         loss, tokens, clipped, entropy, kl = on_device.tolist()
-        router = [p.main_grad for name, p in self.model.named_parameters() if name.endswith("router.weight")]
-        router_norm = float(torch.stack([grad.square().sum() for grad in router]).sum().sqrt()) if router else 0.0
-        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
-        finite = all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers)
+        buffers = [buffer for ddp in self.ddp for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+        finite = ranks.all_of(all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers), self.device)
         if not (finite and math.isfinite(loss)):
             what = "a gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
             raise FloatingPointError(f"{what}; the weights are as they were before this update")
@@ -170,7 +195,7 @@ class Trainer:
             "loss/clip_fraction": clipped / tokens,
             "loss/entropy": entropy / tokens,
             "loss/kl": kl / tokens,
-            "optim/router_grad_norm": router_norm,
+            "optim/router_grad_norm": router_gradient_norm(self.chunks, self.optimizer),
         }
 
     # --- weights and state ---------------------------------------------------------------------------------
@@ -178,7 +203,7 @@ class Trainer:
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its HF name, one after the other, in its own dtype; all ranks call it and get them all."""
         with torch.no_grad():
-            yield from self.checkpoint.tensors_of(self.model)
+            yield from self.checkpoint.tensors_of(self.chunks)
 
     def export(self, folder: Path) -> None:
         """Writes the policy as a HF checkpoint; all ranks call it, the first one writes.
@@ -195,11 +220,11 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Writes what a resumed run needs to go on as if nothing had happened; all ranks call it."""
-        checkpoint.save(folder, self.model, self.optimizer)
+        checkpoint.save(folder, self.chunks, self.optimizer)
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote; all ranks call it. InputError if the folder does not fit this model."""
-        checkpoint.load(folder, self.model, self.optimizer)
+        checkpoint.load(folder, self.chunks, self.optimizer)
 
     def _weights_on_host(self) -> dict[str, Tensor]:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._weights()}
@@ -210,18 +235,21 @@ class Trainer:
             tensor.copy_(weights[name])
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.named_parameters()
-        yield from self.model.named_buffers()  # the routers' correction biases
+        for i, chunk in enumerate(self.chunks):
+            for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):  # buffers: correction biases
+                yield f"{i}.{name}", tensor
 
     # --- one forward pass ----------------------------------------------------------------------------------
 
     def _run(self, forward: Any, micro_batches: Sequence[MicroBatch], forward_only: bool) -> list[Any]:
         """Megatron's schedule over the micro-batches; `forward` runs the model and says what to do with its output."""
+        self._check_counts(len(micro_batches))
+        iterators = [iter(list(enumerate(micro_batches))) for _ in self.chunks]
         schedule = get_forward_backward_func()
         return schedule(
             forward_step_func=forward,
-            data_iterator=iter(micro_batches),
-            model=[self.ddp],
+            data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
+            model=self.ddp,
             num_microbatches=len(micro_batches),
             seq_length=max(len(batch.tokens) for batch in micro_batches),
             micro_batch_size=1,
@@ -229,35 +257,58 @@ class Trainer:
             collect_non_loss_data=forward_only,
         )
 
-    def _hidden(self, model: Any, batch: MicroBatch, agreement: Agreement | None) -> Tensor:
-        """(tokens, hidden) the final hidden states, or what the next pipeline stage gets."""
+    def _check_counts(self, count: int) -> None:
+        """Ranks that wait for each other must have the same number of micro-batches (`layout.even_out` sees to it)."""
+        p = self.settings.parallel
+        if p.vpp > 1 and count % p.pp:
+            raise ValueError(f"{count} micro-batches, but an interleaved pipeline runs a multiple of pp = {p.pp}")
+        if p.ep * p.etp > p.tp * p.cp and not ranks.same_over_replicas(count, self.device):
+            raise ValueError("data-parallel replicas that share experts must have equally many micro-batches")
+
+    def _hidden(self, model: Any, batch: MicroBatch, pack: Pack) -> Tensor:
+        """(this rank's tokens, hidden) the final hidden states, or what the next pipeline stage gets."""
         return model(
-            self._tensor(batch.tokens)[None],
+            self._tensor(batch.tokens)[pack.rows][None],
             None,
             None,
-            packed_seq_params=self._pack(batch, agreement),
+            packed_seq_params=pack,
             output_processor=lambda hidden_states, **_: hidden_states.squeeze(1),
         )
 
     def _pack(self, batch: MicroBatch, agreement: Agreement | None) -> Pack:
         routes = None
         if self.settings.routing_replay and batch.routes is not None:
-            expected = (len(batch.tokens), len(self.config.moe_layers), self.config.moe_router_topk)
+            tokens = len(routed_rows(batch.cu_tokens, self.place))
+            expected = (tokens, len(self.place.moe_columns), self.config.moe_router_topk)
             if batch.routes.shape != expected:
-                raise ValueError(f"routes of shape {batch.routes.shape}, but the model needs {expected}")
-            routes = self._tensor(batch.routes).long()
-        return pack(self._tensor(batch.cu_tokens), routes, agreement if routes is not None else None)
+                raise ValueError(f"routes of shape {batch.routes.shape}, but this rank needs {expected}")
+            routes = self._tensor(batch.routes)
+        context = (self.settings.parallel.cp, self.place.cp)
+        return pack(self._tensor(batch.cu_tokens), routes, agreement if routes is not None else None, context)
 
-    def _logprobs(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            hidden,
-            self.model.output_layer.weight,
-            self._tensor(batch.targets),
+    def _agreement(self, batch: MicroBatch) -> Agreement | None:
+        if not (self.settings.routing_replay and batch.routes is not None):
+            return None
+        rows = routed_rows(batch.cu_tokens, self.place)
+        return Agreement(self._tensor(batch.sample[rows] != PADDING))
+
+    def _logprobs(self, hidden: Tensor, batch: MicroBatch, pack: Pack) -> tuple[Tensor, Tensor]:
+        """(tokens,) of the whole micro-batch: each rank of the last stage goes on with all of it."""
+        head = self.chunks[-1].output_layer.weight
+        if self.settings.parallel.tp > 1:
+            head = ranks.whole_sequence(head)
+        logp, entropy = token_logprobs(
+            ranks.whole_sequence(hidden) if self.settings.parallel.sp else hidden,
+            head,
+            self._tensor(batch.targets)[pack.rows],
             softcap=self.config.final_logit_softcapping,
             temperature=self.settings.temperature,
             numerics=self.settings.numerics,
             chunk_tokens=self.settings.chunk_tokens,
         )
+        if self.settings.parallel.cp > 1:
+            logp, entropy = (ranks.whole_context(values, pack.gathered_order) for values in (logp, entropy))
+        return logp, entropy
 
     def _tensor(self, array: Any) -> Tensor:
         return torch.tensor(array, device=self.device)
@@ -267,27 +318,3 @@ def _finalize_gradients(model: list[Any], num_tokens: Tensor | None = None, **kw
     """Megatron's sum over ranks, without its division by a number of tokens: our weights are normalized already."""
     kwargs.pop("force_all_reduce", None)
     finalize_model_grads(model, None, **kwargs)
-
-
-def _start_process(settings: TrainerSettings) -> torch.device:
-    if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(0)  # whoever starts the process shows it one GPU
-        return torch.device("cuda", 0)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    return torch.device("cpu")
-
-
-def _join_ranks(settings: TrainerSettings, rank: int, world_size: int, master: str) -> None:
-    if world_size != settings.parallel.dp:
-        raise ValueError(f"trainer.parallel.dp = {settings.parallel.dp}, but there are {world_size} trainer ranks")
-    if dist.is_initialized():  # by an earlier trainer of this process
-        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-            raise ValueError(f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already")
-    else:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, init_method=f"tcp://{master}", rank=rank, world_size=world_size)
-        parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)

@@ -111,10 +111,27 @@ class Optimizer(Section):
     weight_decay: NonNegative = 0.0
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
     warmup_updates: Count = 0
+    distributed: Switch = Field(True, description="each data-parallel rank holds a part of Adam's state, not all of it")
 
 
 class Parallel(Section):
-    dp: Positive = Field(1, description="data-parallel ranks")
+    """The trainer has dp · tp · cp · pp ranks; experts are spread anew over the dp · tp · cp ranks of a stage."""
+
+    dp: Positive = Field(1, description="data-parallel replicas")
+    tp: Positive = Field(1, description="tensor-parallel ranks: heads, dense MLPs, embedding and head are split")
+    sp: Switch = Field(False, description="sequence parallelism: what tp does not split, its ranks split by tokens")
+    ep: Positive = Field(1, description="expert-parallel ranks: each holds some of the experts")
+    etp: Positive = Field(1, description="expert tensor-parallel ranks: each expert is split")
+    pp: Positive = Field(1, description="pipeline-parallel ranks: each holds some of the layers")
+    vpp: Positive = Field(1, description="virtual pipeline stages a rank, for a shorter bubble")
+    pp_layers: list[Positive] | None = Field(
+        None, description="layers of each of the pp · vpp stages, in the model's order; default: as even as can be"
+    )
+    cp: Positive = Field(1, description="context-parallel ranks: each holds a part of every sample")
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
 
 
 class Trainer(Section):
@@ -126,6 +143,9 @@ class Trainer(Section):
     )
     deterministic: Switch = Field(False, description="same bits in every run, at some cost in speed")
     token_budget: Positive = Field(4096, description="tokens in one micro-batch; the longest sample must fit")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="in the backward pass compute again: the MLPs and experts (selective), or whole layers"
+    )
     optimizer: Optimizer = Optimizer()
     parallel: Parallel = Parallel()
 
