@@ -3,6 +3,8 @@
 Everything comes back whole and under its HF name or in its sample's order: log-probabilities, gradients, weights.
 """
 
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,7 +116,11 @@ def _run(rank: int, layouts: Sequence[tuple[Layout, str]]) -> list[tuple[Any, Se
     found = []
     for layout, master in layouts:
         trainer = tiny.Trainer(str(tiny.checkpoint()), layout.settings(), rank, layout.parallel.ranks, master)
-        found.append((trainer.place, measure(trainer)))
+        try:
+            found.append((trainer.place, measure(trainer)))
+        except BaseException:
+            print(f"{layout.name}, rank {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+            raise
         trainer.close()
     return found
 

@@ -53,6 +53,8 @@ def install() -> None:
         _correct_bridge_te_flags()
     if on_cpu:
         _cpu_random_states()
+        _cpu_token_dispatch()
+        _uneven_collectives_on_gloo()
     _installed = True
 
 
@@ -134,6 +136,40 @@ def _cpu_random_states() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _cpu_token_dispatch() -> None:
+    """The dispatcher turns its split sizes into numbers while it moves them from the GPU; on a CPU it leaves tensors."""
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = move
+
+
+def _uneven_collectives_on_gloo() -> None:
+    """Expert tensor parallelism gathers and reduces as many rows as each rank has; gloo wants equally many of all."""
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def uneven_gather(rows: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(rows, group, None, use_global_buffer)
+        padded = rows.new_zeros(max(output_split_sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        found = [torch.empty_like(padded) for _ in output_split_sizes]
+        torch.distributed.all_gather(found, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(found, output_split_sizes, strict=True)])
+
+    def uneven_reduce(rows: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(rows, group, None, use_global_buffer)
+        total = rows.contiguous().clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = uneven_gather, uneven_reduce
 
 
 # --- the distributed optimizer ----------------------------------------------------------------------------

@@ -132,7 +132,10 @@ def layout_fields(parallel: Parallel, num_layers: int, recompute: str) -> dict[s
         stages[0].insert(0, "embedding")
         stages[-1].append("loss")
         fields["pipeline_model_parallel_layout"] = stages
-        fields["virtual_pipeline_model_parallel_size"] = parallel.vpp if parallel.vpp > 1 else None
+    if parallel.vpp > 1:
+        fields["virtual_pipeline_model_parallel_size"] = parallel.vpp
+        # Not in one batch: two ranks are each other's next and previous one, and a batch would mix up their messages.
+        fields |= dict(overlap_p2p_comm=True, batch_p2p_comm=False)
     if recompute == "full":
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif recompute == "selective":
