@@ -1,42 +1,53 @@
 """Trains the tiny Beam of `megatron_tiny` in any layout, in real processes, and reports what one process would see.
 
-Everything comes back whole and under its HF name or in its sample's order: log-probabilities, gradients, weights.
+Everything comes back whole and under its HF name or in its samples' order: log-probabilities, gradients, weights.
 """
 
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import megatron_tiny as tiny
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from megatron.core import parallel_state
 from numpy.typing import NDArray
 
 from beam_rl.layout import PADDING, cut_routes, even_out, pad
+from beam_rl.megatron.checkpoint import _Reader
 from beam_rl.megatron.optimizer import is_distributed, owned
+from beam_rl.megatron.trainer import Trainer
 from beam_rl.recipe.tree import Optimizer, Parallel
 from beam_rl.samples import MicroBatch
 
 LR = 1e-3
-# Four micro-batches of different lengths, none of them a multiple of anything.
+# Four micro-batches of different lengths, none of them a multiple of anything; their routes are random, so replayed.
 BATCHES = [tiny.micro_batch(lengths, seed=i) for i, lengths in enumerate([[13, 30], [21], [7, 5, 11], [17, 9]])]
 
 
 @dataclass(frozen=True)
 class Layout:
     name: str
-    parallel: Parallel = Parallel()
+    parallel: Parallel = field(default_factory=Parallel)
     recompute: str = "none"
     distributed: bool = True
 
-    def settings(self, **changes: Any) -> tiny.TrainerSettings:
-        # No clipping: it would scale the gradients that we compare.
-        optimizer = Optimizer(lr=LR, weight_decay=0.1, clip_grad=1e9, distributed=self.distributed)
-        return tiny.settings(**({"parallel": self.parallel, "recompute": self.recompute, "optimizer": optimizer} | changes))
+    def settings(self) -> tiny.TrainerSettings:
+        """No clipping, which would scale the gradients that we compare. Adam's eps keeps an entry whose gradient is
+        rounding noise from moving by a whole step in a random direction."""
+        optimizer = Optimizer(lr=LR, weight_decay=0.1, clip_grad=1e9, eps=1e-5, distributed=self.distributed)
+        return tiny.settings(parallel=self.parallel, recompute=self.recompute, optimizer=optimizer)
+
+    def trainer(self, rank: int, master: str) -> Trainer:
+        return Trainer(str(tiny.checkpoint()), self.settings(), rank, self.parallel.ranks, master)
+
+
+Tensors = dict[str, NDArray[Any]]
 
 
 @dataclass
@@ -47,89 +58,137 @@ class Seen:
     entropy: list[NDArray[np.float32]]
     agreement: list[tuple[int, int]]
     metrics: list[dict[str, float]]  # of two updates
-    start: dict[str, NDArray[Any]]  # exported before
-    gradients: dict[str, NDArray[Any]] = field(default_factory=dict)  # of the first update, by the weight's HF name
-    weights: dict[str, NDArray[Any]] = field(default_factory=dict)  # exported after both
+    start: Tensors  # exported before
+    gradients: Tensors  # of the first update, by the weight's HF name
+    weights: Tensors  # exported after both
+    resumed: tuple[dict[str, float], Tensors]  # the second update once more, from a checkpoint
 
 
 def shares(parallel: Parallel) -> list[list[MicroBatch]]:
-    """The micro-batches of each data-parallel replica: all but one for the first, so that padding fills the others."""
-    edge = len(BATCHES) if parallel.dp == 1 else len(BATCHES) - parallel.dp + 1
+    """The micro-batches of each data-parallel replica: most for the first, so that padding fills up the others."""
+    edge = len(BATCHES) - parallel.dp + 1
     parts = [BATCHES[:edge], *([batch] for batch in BATCHES[edge:])]
     padded = [[pad(batch, parallel, tiny.EXPERTS) for batch in part] for part in parts]
     return even_out(padded, parallel, tiny.EXPERTS)
 
 
-def measure(trainer: tiny.Trainer) -> Seen:
+def measure(trainer: Trainer, folder: Path) -> Seen:
+    """Scores and two updates. Leaves a checkpoint of the state between the updates in `folder`."""
     place = trainer.place
     mine = [cut_routes(batch, place) for batch in shares(place.parallel)[place.dp]]
     start = weights(trainer)
     scores = trainer.score(mine)
     assert bool(scores) == place.last_stage
-    logp, entropy, agreement = [], [], []
-    for batch, score in zip(mine, scores, strict=bool(scores)):
-        real = batch.sample != PADDING
-        if real.any():
-            logp.append(score.logp[real])
-            entropy.append(score.entropy[real])
-            agreement.append((score.routes_agree, score.routes_total))
-    first = trainer.update(mine, tiny.squared_objective, LR)
+    real = [batch.sample != PADDING for batch in mine]
+    kept = [(score, rows) for score, rows in zip(scores, real, strict=bool(scores)) if rows.any()]
+
+    def update() -> dict[str, float]:
+        return trainer.update(mine, tiny.squared_objective, LR)
+
+    first = update()
     gradient = gradients(trainer)
-    second = trainer.update(mine, tiny.squared_objective, LR)
-    return Seen(logp, entropy, agreement, [first, second], start, gradient, weights(trainer))
+    check_copies(trainer)
+    trainer.save(folder)
+    second, after = update(), weights(trainer)
+    trainer.load(folder)
+    return Seen(
+        logp=[score.logp[rows] for score, rows in kept],
+        entropy=[score.entropy[rows] for score, rows in kept],
+        agreement=[(score.routes_agree, score.routes_total) for score, _ in kept],
+        metrics=[first, second],
+        start=start,
+        gradients=gradient,
+        weights=after,
+        resumed=(update(), weights(trainer)),
+    )
 
 
-def weights(trainer: tiny.Trainer) -> dict[str, NDArray[Any]]:
+def weights(trainer: Trainer) -> Tensors:
     return {name: tensor.numpy().copy() for name, tensor in trainer.hf_tensors()}
 
 
 @torch.no_grad()
-def gradients(trainer: tiny.Trainer) -> dict[str, NDArray[Any]]:
+def gradients(trainer: Trainer) -> Tensors:
     """Every weight's gradient, by the weight's HF name: they take the way of an export, in the weights' place."""
     live = trainer._weights_on_host()
     for chunk in trainer.chunks:
-        mine = owned(chunk, trainer.optimizer)
         for parameter in chunk.parameters():
-            whole = torch.zeros_like(parameter.main_grad).view(-1)
-            if parameter in mine:
-                part = slice(mine[parameter].start, mine[parameter].start + mine[parameter].main.numel())
-                whole[part] = parameter.main_grad.view(-1)[part]
-            if is_distributed(trainer.optimizer):
-                dense = getattr(parameter, "allreduce", True)
-                dist.all_reduce(
-                    whole,
-                    group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-                    if dense
-                    else parallel_state.get_expert_data_parallel_group(),
-                )
-            parameter.copy_(whole.view(parameter.shape))
+            parameter.copy_(whole_gradient(trainer, chunk, parameter))
     found = {name: grad for name, grad in weights(trainer).items() if "e_score_correction_bias" not in name}
     trainer._put_weights(live)
     return found
 
 
+def whole_gradient(trainer: Trainer, chunk: Any, parameter: Any) -> torch.Tensor:
+    """From the parts that the distributed optimizer's ranks have."""
+    if not is_distributed(trainer.optimizer):
+        return parameter.main_grad
+    whole = torch.zeros_like(parameter.main_grad).view(-1)
+    if mine := owned(chunk, trainer.optimizer).get(parameter):
+        part = slice(mine.start, mine.start + mine.main.numel())
+        whole[part] = parameter.main_grad.view(-1)[part]
+    expert = not getattr(parameter, "allreduce", True)
+    dense_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(whole, group=parallel_state.get_expert_data_parallel_group() if expert else dense_group)
+    return whole.view(parameter.shape)
+
+
+@torch.no_grad()
+def check_copies(trainer: Trainer) -> None:
+    """What tensor-parallel ranks hold copies of (router, norms) is the same on all, bit for bit; so is its gradient."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    for chunk in trainer.chunks:
+        for name, parameter in chunk.named_parameters():
+            if getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True):
+                continue
+            for tensor in (parameter.detach(), whole_gradient(trainer, chunk, parameter)):
+                copies = [torch.empty_like(tensor) for _ in range(group.size())]
+                dist.all_gather(copies, tensor.contiguous(), group=group)
+                assert all(torch.equal(copy, tensor) for copy in copies), name
+
+
+def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a trainer's checkpoint, whole; random states left out."""
+    reader = _Reader(folder)
+    stored = {k: v for k, v in reader.read_metadata().state_dict_metadata.items() if not k.startswith("random.")}
+    tensors = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in stored.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
 # --- processes --------------------------------------------------------------------------------------------
 
 
-def _run(rank: int, layouts: Sequence[tuple[Layout, str]]) -> list[tuple[Any, Seen]]:
+def _run(rank: int, layouts: Sequence[tuple[Layout, str]], folder: Path, foreign: Path) -> list[tuple[Any, Seen]]:
     """One rank of each layout after another, in one process."""
     found = []
     for layout, master in layouts:
-        trainer = tiny.Trainer(str(tiny.checkpoint()), layout.settings(), rank, layout.parallel.ranks, master)
         try:
-            found.append((trainer.place, measure(trainer)))
+            trainer = layout.trainer(rank, master)
+            place = trainer.place
+            assert place.tp == parallel_state.get_tensor_model_parallel_rank()
+            assert place.cp == parallel_state.get_context_parallel_rank()
+            assert place.pp == parallel_state.get_pipeline_model_parallel_rank()
+            assert place.dp == parallel_state.get_data_parallel_rank()
+            found.append((place, measure(trainer, folder / layout.name)))
+            trainer.load(foreign)
+            trainer.save(folder / f"{layout.name}, again")
+            trainer.close()
         except BaseException:
             print(f"{layout.name}, rank {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
             raise
-        trainer.close()
     return found
 
 
-def run(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Seen]]:
-    """What each layout computed; they must have equally many ranks, which run in as many processes."""
+def run(layouts: Sequence[Layout], folder: Path, foreign: Path) -> Iterator[tuple[Layout, Seen]]:
+    """What each layout computed; they must have equally many ranks, which run in as many processes.
+
+    Each leaves its own checkpoint in `folder/<name>`, and in `folder/<name>, again` what it made of the one at
+    `foreign`.
+    """
     (size,) = {layout.parallel.ranks for layout in layouts}
     jobs = [(layout, f"127.0.0.1:{tiny.free_port()}") for layout in layouts]
-    per_rank = tiny.in_new_processes(_run, *[(rank, jobs) for rank in range(size)])
+    per_rank = tiny.in_new_processes(_run, *[(rank, jobs, folder, foreign) for rank in range(size)])
     for layout, *seen in zip(layouts, *per_rank, strict=True):
         yield layout, joined(seen)
 
@@ -138,11 +197,58 @@ def joined(ranks: Sequence[tuple[Any, Seen]]) -> Seen:
     """The whole from the ranks that report; what several know must be the same on all."""
     first = ranks[0][1]
     for _, seen in ranks[1:]:
-        assert seen.metrics == first.metrics
-        for ours, theirs in ((seen.start, first.start), (seen.gradients, first.gradients), (seen.weights, first.weights)):
-            assert ours.keys() == theirs.keys()
-            assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+        assert (seen.metrics, seen.resumed[0]) == (first.metrics, first.resumed[0])
+        for name in ("start", "gradients", "weights"):
+            assert same_bits(getattr(seen, name), getattr(first, name))
     reports = [seen for place, seen in sorted(ranks, key=lambda found: found[0].dp) if place.reports]
     for name in ("logp", "entropy", "agreement"):
         setattr(first, name, [value for seen in reports for value in getattr(seen, name)])
     return first
+
+
+# --- comparing --------------------------------------------------------------------------------------------
+
+CLASSES = {
+    "embedding": ("embed_tokens",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.gate_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate bias": ("gate_bias",),
+    "q/k norm": ("q_norm", "k_norm"),
+    "norms": ("layernorm", "model.norm"),
+    "dense MLP": tuple(f".{i}.mlp.{part}" for i in range(3) for part in ("gate_proj", "up_proj", "down_proj")),
+    "experts": ("mlp.experts",),
+    "router": ("mlp.gate.weight",),
+    "head": ("lm_head",),
+}
+
+
+def same_bits(ours: Tensors, theirs: Tensors) -> bool:
+    return ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def error(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
+    """The difference's norm, relative to what it should be."""
+    exact = theirs.astype(np.float64)
+    return float(np.linalg.norm(ours - exact) / np.linalg.norm(exact))
+
+
+def errors(seen: Seen, one: Seen) -> dict[str, float]:
+    """How far a layout is from one process: the largest relative error of each kind of number."""
+    assert seen.agreement == one.agreement
+    assert seen.gradients.keys() == one.gradients.keys()
+    found = {
+        "log-probabilities": max(error(a, b) for a, b in zip(seen.logp, one.logp, strict=True)),
+        "entropies": max(error(a, b) for a, b in zip(seen.entropy, one.entropy, strict=True)),
+        "metrics": max(
+            abs(ours[name] - theirs[name]) / abs(theirs[name])
+            for ours, theirs in zip(seen.metrics, one.metrics, strict=True)
+            for name in theirs
+        ),
+    }
+    by_class: dict[str, list[float]] = {kind: [] for kind in CLASSES}
+    for name in one.gradients:
+        (kind,) = [kind for kind, parts in CLASSES.items() if any(part in name for part in parts)]
+        by_class[kind].append(error(seen.gradients[name], one.gradients[name]))
+    found |= {f"gradient: {kind}": max(values) for kind, values in by_class.items()}
+    found["weights"] = max(error(seen.weights[name], one.weights[name]) for name in one.weights)
+    return found

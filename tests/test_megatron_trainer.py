@@ -209,5 +209,7 @@ def test_two_ranks_learn_what_one_learns() -> None:
 
 
 def test_ranks_must_be_as_many_as_the_recipe_says() -> None:
-    with pytest.raises(ValueError, match="trainer.parallel: dp · tp · cp · pp = 2 · 1 · 1 · 1, but there are 1 trainer ranks"):
+    with pytest.raises(
+        ValueError, match="trainer.parallel: dp · tp · cp · pp = 2 · 1 · 1 · 1, but there are 1 trainer ranks"
+    ):
         tiny.trainer(parallel=Parallel(dp=2))

@@ -51,6 +51,7 @@ def save(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=1))
 
 
+@torch.no_grad()
 def load(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> None:
     """Reads back what `save` wrote, in place; every rank calls it.
 
@@ -93,7 +94,7 @@ def _pieces(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> dict[s
     for model in models:
         shards = _shards(model, layout)
         for shard in (shard for found in shards.values() for shard in found):
-            whole = Piece(shard.data, tuple(shard.global_offset), tuple(shard.global_shape), _is_main(shard))
+            whole = Piece(shard.data.detach(), tuple(shard.global_offset), tuple(shard.global_shape), _is_main(shard))
             pieces[f"model.{shard.key}"].append(whole)
         parameters = dict(model.named_parameters())
         for kind, name, flat, start in parameter_state(model, optimizer):

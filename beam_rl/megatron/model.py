@@ -126,6 +126,8 @@ def layout_fields(parallel: Parallel, num_layers: int, recompute: str) -> dict[s
         expert_tensor_parallel_size=parallel.etp,
         pipeline_model_parallel_size=parallel.pp,
         context_parallel_size=parallel.cp,
+        cp_comm_type="all_gather",  # the one of Transformer Engine's ways that has packed samples and windows
+        deallocate_pipeline_outputs=True,
     )
     if parallel.pp > 1:
         stages = [["decoder"] * len(layers) for layers in stage_layers(num_layers, parallel)]

@@ -118,6 +118,9 @@ def pack(
         qkv_format="thd",
         cu_seqlens_q=cu_tokens,
         cu_seqlens_kv=cu_tokens,
+        # Where Transformer Engine cuts samples for context parallelism: at their ends, the padding in them included.
+        cu_seqlens_q_padded=cu_tokens if context[0] > 1 else None,
+        cu_seqlens_kv_padded=cu_tokens if context[0] > 1 else None,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         routes=routes,

@@ -60,8 +60,17 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
+def vocabulary_group() -> dist.ProcessGroup | None:
+    """The ranks that share embedding and head; None where there is one."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    return group if group.size() > 1 else None
+
+
 def whole_sequence(hidden: Tensor) -> Tensor:
-    """(tokens, …) from the sequence-parallel ranks' slices; each rank's gradient is taken as the whole one."""
+    """(tokens, hidden) from the sequence-parallel ranks' slices.
+
+    What follows is the same on every rank and gives each the whole gradient, of which it keeps its slice's.
+    """
     return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
 
 

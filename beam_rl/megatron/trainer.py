@@ -85,6 +85,7 @@ class Trainer:
         The micro-batches are padded and cut for this rank's place (see `beam_rl.layout`). Ranks of the last pipeline
         stage return a score for each; tensor- and context-parallel neighbours the same one. The others return [].
         """
+        self._check_counts(len(micro_batches))
         if not micro_batches:
             return []
         for chunk in self.chunks:
@@ -133,6 +134,7 @@ class Trainer:
         Raises:
             FloatingPointError: the loss or a gradient is not finite; no weight has changed.
         """
+        self._check_counts(len(micro_batches))
         for chunk, ddp in zip(self.chunks, self.ddp, strict=True):
             chunk.train()
             ddp.zero_grad_buffer()
@@ -243,7 +245,6 @@ class Trainer:
 
     def _run(self, forward: Any, micro_batches: Sequence[MicroBatch], forward_only: bool) -> list[Any]:
         """Megatron's schedule over the micro-batches; `forward` runs the model and says what to do with its output."""
-        self._check_counts(len(micro_batches))
         iterators = [iter(list(enumerate(micro_batches))) for _ in self.chunks]
         schedule = get_forward_backward_func()
         return schedule(
@@ -263,7 +264,7 @@ class Trainer:
         if p.vpp > 1 and count % p.pp:
             raise ValueError(f"{count} micro-batches, but an interleaved pipeline runs a multiple of pp = {p.pp}")
         if p.ep * p.etp > p.tp * p.cp and not ranks.same_over_replicas(count, self.device):
-            raise ValueError("data-parallel replicas that share experts must have equally many micro-batches")
+            raise ValueError(f"{count} micro-batches, but replicas that share experts must have equally many")
 
     def _hidden(self, model: Any, batch: MicroBatch, pack: Pack) -> Tensor:
         """(this rank's tokens, hidden) the final hidden states, or what the next pipeline stage gets."""
@@ -294,17 +295,15 @@ class Trainer:
 
     def _logprobs(self, hidden: Tensor, batch: MicroBatch, pack: Pack) -> tuple[Tensor, Tensor]:
         """(tokens,) of the whole micro-batch: each rank of the last stage goes on with all of it."""
-        head = self.chunks[-1].output_layer.weight
-        if self.settings.parallel.tp > 1:
-            head = ranks.whole_sequence(head)
         logp, entropy = token_logprobs(
             ranks.whole_sequence(hidden) if self.settings.parallel.sp else hidden,
-            head,
+            self.chunks[-1].output_layer.weight,
             self._tensor(batch.targets)[pack.rows],
             softcap=self.config.final_logit_softcapping,
             temperature=self.settings.temperature,
             numerics=self.settings.numerics,
             chunk_tokens=self.settings.chunk_tokens,
+            tp_group=ranks.vocabulary_group(),
         )
         if self.settings.parallel.cp > 1:
             logp, entropy = (ranks.whole_context(values, pack.gathered_order) for values in (logp, entropy))
