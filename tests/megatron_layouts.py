@@ -188,7 +188,7 @@ def run(layouts: Sequence[Layout], folder: Path, foreign: Path) -> Iterator[tupl
     """
     (size,) = {layout.parallel.ranks for layout in layouts}
     jobs = [(layout, f"127.0.0.1:{tiny.free_port()}") for layout in layouts]
-    per_rank = tiny.in_new_processes(_run, *[(rank, jobs, folder, foreign) for rank in range(size)])
+    per_rank = tiny.in_new_processes(_run, *[(rank, jobs, folder, foreign) for rank in range(size)], timeout_s=600)
     for layout, *seen in zip(layouts, *per_rank, strict=True):
         yield layout, joined(seen)
 

@@ -179,10 +179,10 @@ def _processes() -> Any:
     return context
 
 
-def in_new_processes(function: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+def in_new_processes(function: Callable[..., Any], *arguments: Sequence[Any], timeout_s: float = 120) -> list[Any]:
     """function(*arguments[i]) each in a process of its own, at the same time."""
     for precision in DTYPES:
         checkpoint(precision)
     share = {"initializer": _use_folder, "initargs": (_folder(),)}
     with ProcessPoolExecutor(len(arguments), mp_context=_processes(), max_tasks_per_child=1, **share) as pool:
-        return [future.result(timeout=120) for future in [pool.submit(function, *a) for a in arguments]]
+        return [future.result(timeout=timeout_s) for future in [pool.submit(function, *a) for a in arguments]]

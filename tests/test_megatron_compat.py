@@ -54,6 +54,12 @@ def test_cuda_means_the_cpu() -> None:
         ("megatron.core.optimizer.clip_grads", "device='cuda'"),
         ("megatron.core.transformer.moe.token_dispatcher", "cuda_dtoh_stream = torch.cuda.Stream()"),
         ("megatron.core.tensor_parallel.random", "cpu_rng_state, cuda_rng_state, cuda_rng_state_tracker"),
+        ("megatron.core.transformer.moe.moe_utils", "if torch.is_tensor(tensor) and tensor.is_cuda:"),
+        ("megatron.core.tensor_parallel.mappings", "all_gather(output_tensor_list, input_, group=group)"),
+        (
+            "megatron.core.optimizer.distrib_optimizer",
+            'local_param_group_map[param] = (group_index, len(group_range["params"]) - 1)',
+        ),
         ("megatron.core.timers", "import wandb"),
         ("megatron.core.jit", "jit_fuser = torch.compile"),
         ("megatron.bridge.peft.lora_layers", "\nimport transformer_engine.pytorch as te\n"),

@@ -135,7 +135,7 @@ def parameter_state(model: nn.Module, optimizer: MegatronOptimizer) -> Iterator[
             yield moment, name, states[id(part.key)][moment].view(-1), part.start
 
 
-def router_gradient_norm(models: Sequence[nn.Module], optimizer: MegatronOptimizer) -> float:
+def router_gradient_norm(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> float:
     """Of all routers of the model together, after the gradients' sum over ranks; the same on every rank."""
     total = torch.zeros((), device=models[0].config.device)
     for model in models:
@@ -143,7 +143,8 @@ def router_gradient_norm(models: Sequence[nn.Module], optimizer: MegatronOptimiz
         for name, parameter in model.named_parameters():
             if name.endswith("router.weight") and parameter in mine:
                 part = mine[parameter]
-                total += parameter.main_grad.view(-1)[part.start : part.start + part.main.numel()].square().sum()
+                gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+                total += gradient.view(-1)[part.start : part.start + part.main.numel()].square().sum()
     if is_distributed(optimizer):
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
