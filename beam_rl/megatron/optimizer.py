@@ -143,7 +143,7 @@ def router_gradient_norm(models: Sequence[BeamModel], optimizer: MegatronOptimiz
         for name, parameter in model.named_parameters():
             if name.endswith("router.weight") and parameter in mine:
                 part = mine[parameter]
-                gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+                gradient: Tensor = parameter.main_grad
                 total += gradient.view(-1)[part.start : part.start + part.main.numel()].square().sum()
     if is_distributed(optimizer):
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
