@@ -80,7 +80,7 @@ def rows(layouts: list[Layout], folder: Path) -> Iterator[tuple[Layout, dict[str
 
 
 def table(found: list[tuple[Layout, dict[str, float], dict[str, bool]]]) -> str:
-    heads = ["layout", *(name.removeprefix("gradient: ") for name in found[0][1]), *found[0][2]]
+    heads = ["layout", *(name.replace("gradient: ", "∇ ") for name in found[0][1]), *found[0][2]]
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for layout, values, bits in found:
         cells = [layout.name, *(f"{v:.0e}" if v else "0" for v in values.values())]

@@ -4,6 +4,7 @@ Everything comes back whole and under its HF name or in its samples' order: log-
 """
 
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -111,40 +112,41 @@ def weights(trainer: Trainer) -> Tensors:
 def gradients(trainer: Trainer) -> Tensors:
     """Every weight's gradient, by the weight's HF name: they take the way of an export, in the weights' place."""
     live = trainer._weights_on_host()
-    for chunk in trainer.chunks:
-        for parameter in chunk.parameters():
-            parameter.copy_(whole_gradient(trainer, chunk, parameter))
+    for parameter, gradient in whole_gradients(trainer):
+        parameter.copy_(gradient)
     found = {name: grad for name, grad in weights(trainer).items() if "e_score_correction_bias" not in name}
     trainer._put_weights(live)
     return found
 
 
-def whole_gradient(trainer: Trainer, chunk: Any, parameter: Any) -> torch.Tensor:
-    """From the parts that the distributed optimizer's ranks have."""
-    if not is_distributed(trainer.optimizer):
-        return parameter.main_grad
-    whole = torch.zeros_like(parameter.main_grad).view(-1)
-    if mine := owned(chunk, trainer.optimizer).get(parameter):
-        part = slice(mine.start, mine.start + mine.main.numel())
-        whole[part] = parameter.main_grad.view(-1)[part]
-    expert = not getattr(parameter, "allreduce", True)
-    dense_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(whole, group=parallel_state.get_expert_data_parallel_group() if expert else dense_group)
-    return whole.view(parameter.shape)
+def whole_gradients(trainer: Trainer) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each parameter of this rank and its gradient, from the parts that the distributed optimizer's ranks have."""
+    for chunk in trainer.chunks:
+        mine = owned(chunk, trainer.optimizer)
+        for parameter in chunk.parameters():
+            whole = torch.zeros_like(parameter.main_grad).view(-1)
+            if part := mine.get(parameter):
+                here = slice(part.start, part.start + part.main.numel())
+                whole[here] = parameter.main_grad.view(-1)[here]
+            if is_distributed(trainer.optimizer):
+                expert = not getattr(parameter, "allreduce", True)
+                dense_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+                group = parallel_state.get_expert_data_parallel_group() if expert else dense_group
+                dist.all_reduce(whole, group=group)
+            yield parameter, whole.view(parameter.shape)
 
 
 @torch.no_grad()
 def check_copies(trainer: Trainer) -> None:
     """What tensor-parallel ranks hold copies of (router, norms) is the same on all, bit for bit; so is its gradient."""
     group = parallel_state.get_tensor_model_parallel_group()
-    for chunk in trainer.chunks:
-        for name, parameter in chunk.named_parameters():
-            if getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True):
-                continue
-            for tensor in (parameter.detach(), whole_gradient(trainer, chunk, parameter)):
-                copies = [torch.empty_like(tensor) for _ in range(group.size())]
-                dist.all_gather(copies, tensor.contiguous(), group=group)
-                assert all(torch.equal(copy, tensor) for copy in copies), name
+    for parameter, gradient in whole_gradients(trainer):
+        if getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True):
+            continue
+        for tensor in (parameter.detach(), gradient):
+            copies = [torch.empty_like(tensor) for _ in range(group.size())]
+            dist.all_gather(copies, tensor, group=group)
+            assert all(torch.equal(copy, tensor) for copy in copies)
 
 
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
@@ -159,12 +161,22 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
 # --- processes --------------------------------------------------------------------------------------------
 
 
-def _run(rank: int, layouts: Sequence[tuple[Layout, str]], folder: Path, foreign: Path) -> list[tuple[Any, Seen]]:
+def _meeting(file: Path, rank: int) -> str:
+    """Where the ranks meet: the first one chooses when it comes, the others wait to read it."""
+    if rank == 0:
+        file.with_suffix(".new").write_text(f"127.0.0.1:{tiny.free_port()}")
+        file.with_suffix(".new").rename(file)
+    while not file.exists():
+        time.sleep(0.02)
+    return file.read_text()
+
+
+def _run(rank: int, layouts: Sequence[Layout], folder: Path, foreign: Path) -> list[tuple[Any, Seen]]:
     """One rank of each layout after another, in one process."""
     found = []
-    for layout, master in layouts:
+    for layout in layouts:
         try:
-            trainer = layout.trainer(rank, master)
+            trainer = layout.trainer(rank, _meeting(folder / f"{layout.name}.address", rank))
             place = trainer.place
             assert place.tp == parallel_state.get_tensor_model_parallel_rank()
             assert place.cp == parallel_state.get_context_parallel_rank()
@@ -187,8 +199,7 @@ def run(layouts: Sequence[Layout], folder: Path, foreign: Path) -> Iterator[tupl
     `foreign`.
     """
     (size,) = {layout.parallel.ranks for layout in layouts}
-    jobs = [(layout, f"127.0.0.1:{tiny.free_port()}") for layout in layouts]
-    per_rank = tiny.in_new_processes(_run, *[(rank, jobs, folder, foreign) for rank in range(size)], timeout_s=600)
+    per_rank = tiny.in_new_processes(_run, *[(rank, layouts, folder, foreign) for rank in range(size)], timeout_s=600)
     for layout, *seen in zip(layouts, *per_rank, strict=True):
         yield layout, joined(seen)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
 from beam_rl.megatron.checkpoint import IndexUnpickler
-from beam_rl.recipe.tree import Parallel
+from beam_rl.recipe.tree import Optimizer, Parallel
 from beam_rl.samples import MicroBatch
 
 LENGTHS = [12, 30, 5, 22, 9, 17]
@@ -189,7 +189,9 @@ def test_what_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -> None:
 
 def update_rank(rank: int, world: int, master: str) -> tuple[dict[str, float], dict[str, Any], int]:
     """One of `world` ranks: its share of the samples, the gradients after the sum, the agreement of the first score."""
-    trainer = tiny.Trainer(str(tiny.checkpoint()), tiny.settings(parallel=Parallel(dp=world)), rank, world, master)
+    optimizer = Optimizer(lr=LR, weight_decay=0.1, distributed=False)  # so that each rank has all of the sum
+    settings = tiny.settings(parallel=Parallel(dp=world), optimizer=optimizer)
+    trainer = tiny.Trainer(str(tiny.checkpoint()), settings, rank, world, master)
     mine = one_by_one()[:2] if rank == 0 else [tiny.join(one_by_one()[2:])]
     metrics = trainer.update(mine, tiny.squared_objective, LR)
     gradient = {name: tensor.numpy() for name, tensor in gradients(trainer).items()}
