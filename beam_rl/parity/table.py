@@ -18,22 +18,20 @@ def show(comparison: Comparison, console: rich.console.Console | None = None) ->
         console = rich.console.Console(highlight=False)
         if not console.is_terminal:
             console.width = PLAIN_WIDTH
-    console.print(pairs_table(comparison))
+    _print(console, "log-probabilities of the sampled tokens", pairs_table(comparison))
     agreement = f"{comparison.route_agreement:.2%}"
-    console.print(
-        Text(f"trainer's and engine's routers choose the same experts in {agreement} of (token, layer) pairs\n")
-    )
-    console.print(layers_table(comparison))
+    console.print(f"trainer's and engine's routers choose the same experts in {agreement} of (token, layer) pairs\n")
+    _print(console, "largest relative error of each layer; * where a pair first departs", layers_table(comparison))
     first = comparison.first_departure
     if first is not None and first.layer is not None:
         console.print()
-        console.print(layer_table(comparison, first.layer))
+        _print(console, f"layer {first.layer}, the first that departs", layer_table(comparison, first.layer))
     console.print()
     console.print(Text(verdict(comparison), style="green" if comparison.within_bounds else "bold red"))
 
 
 def pairs_table(c: Comparison) -> Table:
-    table = _table("log-probabilities of the sampled tokens", "pair", "mean |Δlogp|", "max |Δlogp|", "bound on mean")
+    table = _table("pair", "mean |Δlogp|", "max |Δlogp|", "bound on mean")
     for pair, gap in c.gaps.items():
         style = "" if gap.mean <= c.logprob_mean_bound else "red"
         table.add_row(_pair(pair), f"{gap.mean:.2e}", f"{gap.max:.2e}", f"{c.logprob_mean_bound:.0e}", style=style)
@@ -42,7 +40,7 @@ def pairs_table(c: Comparison) -> Table:
 
 def layers_table(c: Comparison) -> Table:
     """The largest relative error of each layer, and the sub-layer that has it."""
-    table = _table("largest relative error of each layer; * where a pair first departs", "layer", *map(_pair, c.errors))
+    table = _table("layer", *map(_pair, c.errors))
     places = {place for errors in c.errors.values() for place in errors}
     for name in BEFORE:
         table.add_row(name, *(_cell(c, pair, [(None, name)]) for pair in c.errors))
@@ -56,7 +54,7 @@ def layers_table(c: Comparison) -> Table:
 
 def layer_table(c: Comparison, layer: int) -> Table:
     """Every sub-layer of one layer in the order of computation."""
-    table = _table(f"layer {layer}, the first that departs", "sub-layer", *map(_pair, c.errors))
+    table = _table("sub-layer", *map(_pair, c.errors))
     for name in LAYER:
         if any((layer, name) in errors for errors in c.errors.values()):
             table.add_row(name, *(_cell(c, pair, [(layer, name)], named=False) for pair in c.errors))
@@ -102,8 +100,13 @@ def _pair(pair: str) -> str:
     return pair.replace("_", " – ")
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=True)
     return table
+
+
+def _print(console: rich.console.Console, title: str, table: Table) -> None:
+    console.print(Text(title, style="bold"))
+    console.print(table)
