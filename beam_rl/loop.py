@@ -16,6 +16,7 @@ from beam_rl.cluster import Cluster
 from beam_rl.engines import Engines, SyncReport
 from beam_rl.evaluate import evaluate
 from beam_rl.inputs import Inputs
+from beam_rl.parity.check import logprob_mean_bound
 from beam_rl.policy import Policy, Scores
 from beam_rl.recipe.tree import Recipe
 from beam_rl.report import Report
@@ -80,6 +81,7 @@ class Loop:
         self.state = State()
         self.saved: int | None = None  # the step of the last checkpoint that was written, or tried
         self.score: float | None = None  # of this step's evaluation, if it had one
+        self.agreed = False  # trainer and engine have been seen to agree since this process began
 
     def begin(self) -> None:
         """The state to start from, in the trainer and in every engine; what it has not reported yet is reported."""
@@ -131,7 +133,11 @@ class Loop:
             return
         with step.phase("scoring", "score"):
             scores = self.policy.score(batch.mini_batches)
-            step.log(parity_metrics(scores) | replay_metrics(scores, batch, step.number))
+            gap = parity_metrics(scores)
+            step.log(gap | replay_metrics(scores, batch, step.number))
+        if not self.agreed:
+            check_agreement(gap["parity/abs_logprob_diff_mean"], self.recipe, step.number)
+            self.agreed = True
         updates = []
         with step.phase("updating", "update", len(batch.mini_batches)) as phase:
             for i in range(len(batch.mini_batches)):
@@ -234,6 +240,16 @@ def parity_metrics(scores: Scores) -> dict[str, float]:
         "parity/abs_logprob_diff_max": gap.max,
         "parity/mismatch_kl": gap.mismatch_kl,
     }
+
+
+def check_agreement(gap: float, recipe: Recipe, step: int) -> None:
+    """Before a process's first update: an engine that serves other weights than the trainer's shows here."""
+    bound = logprob_mean_bound(recipe)
+    if gap > bound:
+        raise StepError(
+            f"step {step}: trainer and engine differ by {gap:.2e} in mean |Δlogp|, above {bound:g}: `beam-rl parity` says "
+            "where; parity.logprob_mean_bound sets the bound"
+        )
 
 
 def sync_metrics(sync: SyncReport) -> dict[str, float]:

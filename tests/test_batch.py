@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from beam_rl.batch import StepBatch, build
-from beam_rl.loop import StepError, learning_rate, replay_metrics, rollout_metrics
+from beam_rl.loop import StepError, check_agreement, learning_rate, replay_metrics, rollout_metrics
 from beam_rl.policy import Scores
 from beam_rl.recipe.load import load
 from beam_rl.routes import invalid_rows
@@ -67,6 +67,13 @@ def test_a_step_where_nothing_can_be_replayed_fails():
     nothing = Scores(np.zeros(3), np.zeros(3), routes_agree=0, routes_total=0)
     with pytest.raises(StepError, match="the trainer has replayed nothing"):
         replay_metrics(nothing, learned, step=1)
+
+
+def test_a_run_whose_engine_serves_other_weights_ends_before_its_first_update():
+    check_agreement(9e-6, load(TINY), step=1)
+    with pytest.raises(StepError, match=r"differ by 3.00e-02 .* above 1e-05: `beam-rl parity` says where"):
+        check_agreement(0.03, load(TINY), step=1)
+    check_agreement(0.03, load(TINY, ["parity.logprob_mean_bound=0.05"]), step=1)
 
 
 def test_a_step_that_dynamic_sampling_leaves_empty_ends_the_run_with_the_diagnosis():

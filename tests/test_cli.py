@@ -63,7 +63,7 @@ def test_no_such_model_folder(tmp_path):
     [
         ([], "has no rows"),
         ([{"question": "1 +1", "answer": "2"}], "no column 'prompt'; there are: question, answer"),
-        ([{"prompt": "3 +8 -5 +9 -2 +4", "answer": None}], "1 without an answer"),
+        ([{"prompt": "3 +8 -5 +9 -2 +4", "answer": None}], "1 no answer"),
     ],
     ids=["empty", "missing column", "no answer"],
 )

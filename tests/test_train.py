@@ -158,6 +158,15 @@ def test_an_interrupted_run_goes_on_as_the_whole_one_did(whole, resumed):
         }
 
 
+def test_eval_prints_one_json_object_and_the_runs_own_last_score(whole):
+    command = [sys.executable, "-m", "beam_rl.cli", "eval", str(whole), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
+    found = json.loads(done.stdout)
+    assert (found["task"], found["k"], found["prompts"]) == ("toy", 8, 16)
+    assert found["avg@k"] == metrics(whole)[-1]["eval/toy/avg@8"]
+    assert found["ci95"][0] < found["avg@k"] < found["ci95"][1]
+
+
 def test_what_is_kept_of_the_checkpoints(whole):
     kept = sorted(path.name for path in (whole / "checkpoints").iterdir())
     assert kept == ["step_2", "step_4"]

@@ -72,8 +72,13 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
         sides,
         replayed=recipe.rollout.routing_replay,
         sublayer_bound=bounds.sublayer_bound or SUBLAYER_BOUND[precision],
-        logprob_mean_bound=bounds.logprob_mean_bound or LOGPROB_MEAN_BOUND[precision],
+        logprob_mean_bound=logprob_mean_bound(recipe),
     )
+
+
+def logprob_mean_bound(recipe: Recipe) -> float:
+    """Of the mean |Δlogp|, nats: the recipe's, or what the precision allows."""
+    return recipe.parity.logprob_mean_bound or LOGPROB_MEAN_BOUND[recipe.trainer.precision]
 
 
 def sample(recipe: Recipe, inputs: Inputs, engines: Engines) -> list[Sample]:
