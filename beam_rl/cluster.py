@@ -68,11 +68,17 @@ class Cluster:
 
 @contextlib.contextmanager
 def ray_session(address: str, logs: Path) -> Iterator[None]:
-    """Ray, started on this machine's loopback for `local`, else joined; shut down at the end."""
+    """Ray, started on this machine's loopback for `local`, else joined; shut down at the end.
+
+    A Ray that this process is connected to already is used, and left as it is.
+    """
     if address == "local":
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for "listen on the loopback alone"
     import ray
 
+    if ray.is_initialized():
+        yield
+        return
     if address != "local":
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         try:
