@@ -37,8 +37,14 @@ OVERRIDES = [
 
 def start(out: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "beam_rl.cli", "train", str(TINY), *OVERRIDES, *more, "--out", str(out)]
-    environment = os.environ | {MARK: str(out)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {MARK: str(out)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a test run in the background ignores
+    )
 
 
 def finish(process: subprocess.Popen[str], out: Path, code: int = 0) -> tuple[str, str]:
