@@ -14,9 +14,8 @@ from beam_rl.bench.result import Result, show
 from beam_rl.megatron.logprobs import workspace_bytes
 
 MIB = 2**20
-SLACK_BYTES = (
-    48 * MIB
-)  # the GEMM library's own buffers, and code that loads on first use; without chunks it would be 400 MB
+# The GEMM library's own buffers, and code that loads on first use; without chunks it would be 400 MB more.
+SLACK_BYTES = 48 * MIB
 
 
 def beam_rl(*arguments: str) -> subprocess.CompletedProcess[str]:
