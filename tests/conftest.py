@@ -7,6 +7,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_SILENT"] = "true"
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # read when Ray is imported; else workers rebuild `uv run`'s environment
 
 
 def pytest_configure(config: pytest.Config) -> None:
