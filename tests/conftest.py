@@ -7,7 +7,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_SILENT"] = "true"
-os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # read when Ray is imported; else workers rebuild `uv run`'s environment
+# Read when Ray is imported; else its workers rebuild the environment of `uv run`.
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 
 
 def pytest_configure(config: pytest.Config) -> None:
