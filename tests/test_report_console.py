@@ -193,7 +193,7 @@ def test_the_summary_tells_where_things_are_and_what_came_out(tmp_path: Path, te
         run.log_metrics(1, STEP | {"time/step_s": 1.0})
         run.checkpoint(1, lambda folder: (folder / "weights").touch(), {}, score=0.936)
         run.log_metrics(2, STEP | {"time/step_s": 3.0, "eval/toy/avg@8": 0.9, "parity/abs_logprob_diff_max": 0.02})
-        run.checkpoint(2, lambda folder: None, {}, score=0.9)
+        run.checkpoint(2, lambda folder: (folder / "weights").touch(), {}, score=0.9)
         for stream in (plain, terminal.stream):
             with Console(steps=50, file=stream) as console:
                 console.summary(run)

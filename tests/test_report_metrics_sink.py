@@ -12,7 +12,7 @@ from wandb.proto import wandb_internal_pb2
 
 from beam_rl.report.metric_names import UnknownMetric
 from beam_rl.report.metrics_sink import MetricsSink
-from beam_rl.run import Run, RunError, read_metrics
+from beam_rl.run import MetricsError, Run, read_metrics
 
 RECIPE = {"name": "toy", "trainer": {"steps": 50}, "checkpoint": {"keep_last": 1, "keep_best": True}}
 
@@ -28,7 +28,7 @@ with Run.open(Path(sys.argv[1]), recipe, "auto") as run:
     sink = MetricsSink(run, sys.argv[2], "beam-rl", lambda line: print("WARNING", line))
     for step in (first, first + 1):
         sink.log(step, {"reward/mean": step / 10, "optim/lr": 1e-6})
-    run.checkpoint(first, lambda folder: None, {})
+    run.checkpoint(first, lambda folder: (folder / "weights").touch(), {})
     if sys.argv[3:] == ["break"]:
         import wandb
         wandb.run.finish()
@@ -120,6 +120,6 @@ def test_unlisted_names_and_broken_values_reach_nobody(tmp_path: Path) -> None:
         sink = MetricsSink(run, "disabled", "beam-rl", pytest.fail)
         with pytest.raises(UnknownMetric):
             sink.log(1, {"reward/mean": 0.5, "reward/std": 0.1})
-        with pytest.raises(RunError, match="loss/kl = nan"):
+        with pytest.raises(MetricsError, match="loss/kl = nan"):
             sink.log(1, {"loss/kl": float("nan")})
         assert list(read_metrics(run.folder)) == []
