@@ -3,8 +3,11 @@
 Pure functions of the recipe's values; nothing here looks at files or machines.
 """
 
+import difflib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from beam_rl.lora import ALL_TARGETS, TOGETHER
 
 if TYPE_CHECKING:
     from beam_rl.recipe.tree import Recipe
@@ -14,8 +17,31 @@ LOWEST_TEMPERATURE = 0.01  # of vLLM, above greedy
 
 def check(recipe: "Recipe") -> None:
     """Raises ValueError with the first problem, if there is one."""
-    for problem in (*_sampling(recipe), *_batch(recipe), *_algorithm(recipe), *_evaluation(recipe)):
+    for problem in (
+        *_lora(recipe),
+        *_sampling(recipe),
+        *_batch(recipe),
+        *_algorithm(recipe),
+        *_evaluation(recipe),
+    ):
         raise ValueError(problem)
+
+
+def _lora(recipe: "Recipe") -> Iterator[str]:
+    """What can be seen without the model; `lora.adapter_of` divides the rank by its top-k."""
+    if recipe.model.lora is None:
+        return
+    targets = recipe.model.lora.targets
+    if not targets:
+        yield "model.lora.targets = []: name at least one, or leave out model.lora to train all weights"
+    for target in targets:
+        if target not in ALL_TARGETS:
+            near = difflib.get_close_matches(target, ALL_TARGETS, 1, 0.4) or [ALL_TARGETS[0]]
+            yield f"model.lora.targets: {target} is none of {', '.join(ALL_TARGETS)}; did you mean {near[0]}?"
+    for group, why in TOGETHER:
+        missing = [target for target in group if target not in targets]
+        if missing and len(missing) < len(group):
+            yield f"model.lora.targets lacks {', '.join(missing)}: {why}, so {', '.join(group)} come together or not at all"
 
 
 def _sampling(recipe: "Recipe") -> Iterator[str]:

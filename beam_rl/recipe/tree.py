@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
+from beam_rl.lora import ALL_TARGETS
 from beam_rl.recipe import checks
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -21,9 +22,25 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class Lora(Section):
+    """Train an adapter and leave the model as it is; the router and the norms have none."""
+
+    rank: Positive = 64
+    alpha: Annotated[float, Field(gt=0)] = 128.0
+    targets: list[str] = Field(list(ALL_TARGETS), description="adapted projections of each layer, by their HF names")
+    normalize_moe_lora: Switch = Field(True, description="an expert's rank is rank / top-k, else rank")
+    expert_alpha: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="alpha of the experts; default: their scale alpha / rank is that of the dense projections"
+    )
+    adapter: str | None = Field(
+        None, description="folder of an HF adapter to start from; default: a new one, which adds 0"
+    )
+
+
 class Model(Section):
     path: str = Field(description="HF folder or hub id of a Beam checkpoint; `tiny` makes the tiny one on first use")
     revision: str | None = Field(None, description="hub revision; ignored for a folder")
+    lora: Lora | None = Field(None, description="train an adapter of this shape; default: train all weights")
 
 
 class DataSource(Section):
