@@ -85,13 +85,15 @@ def train(
 
 @app.command(cls=Command)
 def eval(
-    source: Annotated[Path, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run's folder.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, a run's folder, or one of its checkpoints.")
+    ],
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Sample the recipe's eval set and print avg@k and pass@k with their 95 % interval.
 
-    For a run's folder its last checkpoint is evaluated, for a recipe the model it starts from.
+    Of a run's folder the last checkpoint is evaluated, of a recipe the model it starts from.
     """
     from beam_rl.start import run_evaluation
 
@@ -131,7 +133,9 @@ def parity(
 
 @app.command(cls=Command)
 def export(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="runs/<name>/checkpoints/step_N")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="runs/<name>/checkpoints/step_N, or runs/<name> for the last.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.")],
 ) -> None:
     """Write a checkpoint's weights as an HF folder that transformers and vLLM load."""
@@ -144,7 +148,7 @@ def export(
 @app.command(cls=Command)
 def tiny(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.")],
-    seed: Annotated[int, typer.Option(help="Decides every bit of the checkpoint.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides every bit of the checkpoint.")] = 0,
     precision: Annotated[Precision, typer.Option(help="The router is FP32 in both.")] = Precision.fp32,
 ) -> None:
     """Write a small Beam checkpoint with tokenizer and data, warm-started on a toy arithmetic task (about a minute)."""

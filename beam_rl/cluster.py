@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from beam_rl.errors import InputError
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
 from beam_rl.step import Display
+from beam_rl.sync import WeightSync
 
 # Ray reads these when it is imported, so they stand before that.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # or every worker rebuilds the environment of `uv run`
@@ -30,7 +32,7 @@ SOCKET_PATH_LIMIT = 40  # characters of the folder: Ray puts Unix sockets some 6
 class Cluster:
     """The trainer's ranks and the engines of one run, as a context: whatever happens inside, all processes end.
 
-    The two start at the same time; `policy` and `engines` are ready when the context is entered.
+    The two start at the same time; `policy`, `engines` and the `sync` between them are ready when the context is entered.
     """
 
     def __init__(self, recipe: Recipe, model_path: Path, logs: Path, display: Display) -> None:
@@ -44,6 +46,7 @@ class Cluster:
             self.policy = stack.enter_context(Policy(self.recipe, self.model_path))
             with self.display.phase("starting trainer and engines", once=True):
                 self._wait_ready([*self.policy.starting, *self.engines.starting])
+            self.sync = WeightSync(self.policy, self.engines, self.recipe.sync)
             self._stack = stack.pop_all()
         return self
 
@@ -80,7 +83,7 @@ def ray_session(address: str, logs: Path) -> Iterator[None]:
         yield
         return
     if address != "local":
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _join(address)
         try:
             yield
         finally:
@@ -102,6 +105,20 @@ def ray_session(address: str, logs: Path) -> Iterator[None]:
         ray.shutdown()
         _keep_worker_logs(folder, logs / "ray")
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _join(address: str) -> None:
+    """Connects to the Ray at `address`; InputError if there is none."""
+    import ray
+
+    try:
+        if address.count(":") == 1:  # Ray itself would wait for minutes
+            host, port = address.split(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"cluster.address = {address}: no Ray there that can be joined ({reason})") from None
 
 
 def _short_folder(logs: Path) -> Path:

@@ -1,24 +1,13 @@
 """The driver's handle on the vLLM engines: one Ray actor each, all serving the same version of the weights."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from beam_rl.parity.record import Records
-from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Completion, Request
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    seconds: float
-    bytes: int
-    buckets: int
-    version: int  # what every engine serves now
 
 
 class Engines:
@@ -35,7 +24,6 @@ class Engines:
         actor: Any = ray.remote(num_cpus=1, max_concurrency=10_000)(Engine)
         self.actors = [actor.remote(self._settings(i)) for i in range(self.recipe.rollout.engines)]
         self.starting = [a.start.remote() for a in self.actors]
-        self._connected = False
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -46,18 +34,21 @@ class Engines:
         for actor in self.actors:
             ray.kill(actor)
 
-    def load(self, policy: Policy, version: int) -> SyncReport:
-        """Brings the trainer's weights into every engine, bucket by bucket; from then on all serve `version`."""
+    def join_sync(self, host: str, port: int, size: int, deadline_s: float) -> list[Any]:
+        """Starts every engine's joining of the trainer's weight-sync group of `size` ranks; their unfinished calls."""
+        return [a.join_sync.remote(host, port, rank, size, deadline_s) for rank, a in enumerate(self.actors, 1)]
+
+    def begin_update(self) -> None:
+        """Opens a weight update in every engine."""
         import ray
 
-        start, deadline_s = time.perf_counter(), self.recipe.sync.deadline_s
-        if not self._connected:
-            policy.open_sync("127.0.0.1", deadline_s, self)
-            self._connected = True
-        ray.get([a.begin_update.remote() for a in self.actors], timeout=deadline_s)
-        nbytes, buckets = policy.send_weights(self, self.recipe.sync.bucket_bytes)
-        ray.get([a.finish_update.remote(version) for a in self.actors], timeout=deadline_s)
-        return SyncReport(time.perf_counter() - start, nbytes, buckets, version)
+        ray.get([a.begin_update.remote() for a in self.actors], timeout=self.recipe.sync.deadline_s)
+
+    def finish_update(self, version: int) -> None:
+        """Closes it: every engine has all the tensors and serves `version`."""
+        import ray
+
+        ray.get([a.finish_update.remote(version) for a in self.actors], timeout=self.recipe.sync.deadline_s)
 
     def generate(
         self, groups: Sequence[Sequence[Request]], on_progress: Callable[[int], None] | None = None

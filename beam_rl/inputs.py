@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
         raise InputError(f"model.path = {path}: no tokenizer that can be read ({str(e).splitlines()[0]})") from None
-    for problem in check_layout(config, recipe.trainer.parallel):
+    for problem in (*check_layout(config, recipe.trainer.parallel), *check_length(config, recipe)):
         raise InputError(problem)
     longest, data = recipe.data.max_prompt_tokens, recipe.data
     train = PromptStream.open(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, "data.train")
@@ -106,6 +106,20 @@ def check_beam(path: Path) -> dict[str, Any]:
     if not list(path.glob("*.safetensors")):
         raise InputError(f"model.path = {path}: has no .safetensors files")
     return config
+
+
+def check_length(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    """Whether the model has a position for every token of the longest sample."""
+    longest, positions = (
+        recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens,
+        config["max_position_embeddings"],
+    )
+    if longest > positions:
+        yield (
+            f"rollout.max_response_tokens = {recipe.rollout.max_response_tokens}: with data.max_prompt_tokens the longest "
+            f"sample has {longest} tokens, and the model has {positions} positions; use at most "
+            f"{positions - recipe.data.max_prompt_tokens}"
+        )
 
 
 def _resolve(source: DataSource, model_path: Path, which: str) -> DataSource:

@@ -4,7 +4,7 @@ Each line leads to the room where it happens. Knows nothing about Megatron, vLLM
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -13,17 +13,18 @@ import torch
 from beam_rl.algorithms.parity import logprob_gap
 from beam_rl.batch import StepBatch, build
 from beam_rl.cluster import Cluster
-from beam_rl.engines import Engines, SyncReport
 from beam_rl.evaluate import evaluate
 from beam_rl.inputs import Inputs
 from beam_rl.parity.check import logprob_mean_bound
-from beam_rl.policy import Policy, Scores
+from beam_rl.policy import Scores
 from beam_rl.recipe.tree import Recipe
 from beam_rl.report import Report
 from beam_rl.report.metric_names import eval_metric
 from beam_rl.run import Run
+from beam_rl.samples import Sample
 from beam_rl.sampling import Judge, Rollout, sample_groups
 from beam_rl.step import Step
+from beam_rl.sync import SyncReport
 from beam_rl.verifiers import make_verifier
 
 SAVE_ON_EXIT_S = 15.0  # a run that is told to end has half a minute
@@ -54,7 +55,7 @@ class State:
 def train(recipe: Recipe, inputs: Inputs, run: Run, report: Report) -> State:
     """Trains until `trainer.steps` and returns the final state; an interrupt leaves a checkpoint if one is due."""
     with Cluster(recipe, inputs.model_path, run.logs, report) as cluster, make_verifier(recipe.verifier) as verifier:
-        loop = Loop(recipe, inputs, run, report, cluster.policy, cluster.engines, verifier)
+        loop = Loop(recipe, inputs, run, report, cluster, verifier)
         loop.begin()
         with loop.saved_if_cut_short():
             while loop.state.step < recipe.trainer.steps:
@@ -72,15 +73,14 @@ class Loop:
         inputs: Inputs,
         run: Run,
         report: Report,
-        policy: Policy,
-        engines: Engines,
+        cluster: Cluster,
         verifier: Judge,
     ) -> None:
         self.recipe, self.inputs, self.run, self.report = recipe, inputs, run, report
-        self.policy, self.engines, self.verifier = policy, engines, verifier
+        self.policy, self.engines, self.weights, self.verifier = cluster.policy, cluster.engines, cluster.sync, verifier
         self.state = State()
         self.saved: int | None = None  # the step of the last checkpoint that was written, or tried
-        self.score: float | None = None  # of this step's evaluation, if it had one
+        self.eval_score: float | None = None  # of this step's evaluation, if it had one
         self.agreed = False  # trainer and engine have been seen to agree since this process began
 
     def begin(self) -> None:
@@ -100,18 +100,25 @@ class Loop:
 
     def step(self) -> None:
         """Sample, verify, score, update; then sync, evaluate when due, report; save when due."""
-        step, self.score = Step(self.state.step + 1, self.report), None
+        step, self.eval_score = Step(self.state.step + 1, self.report), None
         rollout = sample_groups(self.inputs.prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, step)
-        shown = rollout.samples[: self.recipe.logging.samples_per_step]
-        self.run.log_samples(step.number, [s.record() for s in shown])
+        self.run.log_samples(
+            step.number, [s.record(self.inputs.decode(s.prompt.token_ids)) for s in self.shown(rollout.samples)]
+        )
         batch = build(rollout.groups, self.recipe, self.inputs.num_experts)
         step.log(rollout_metrics(rollout, batch, step.number))
+        self.score(batch, step)
         with self.state.advancing(step.number):
             self.learn(batch, step)
             self.state.prompts, self.state.unreported = self.inputs.prompts.state(), step.metrics
         self.publish(step)
         every = self.recipe.checkpoint.every
         self.save_if(bool(every) and step.number % every == 0)
+
+    def shown(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """As many samples as the recipe wants to see, from as many prompts as can be."""
+        wanted = self.recipe.logging.samples_per_step
+        return samples[:: max(1, len(samples) // wanted)][:wanted] if wanted else ()
 
     def publish(self, step: Step) -> None:
         """Brings the step's weights to the engines, evaluates them when due, and reports the step."""
@@ -123,13 +130,11 @@ class Loop:
 
     def sync(self, step: Step) -> None:
         with step.phase("syncing", "sync"):
-            step.log(sync_metrics(self.engines.load(self.policy, version=step.number)))
+            step.log(sync_metrics(self.weights.load(version=step.number)))
 
-    def learn(self, batch: StepBatch, step: Step) -> None:
-        """Scores the batch with the trainer, then one optimizer update a mini-batch."""
-        step.log({"optim/skipped_updates": batch.skipped})
+    def score(self, batch: StepBatch, step: Step) -> None:
+        """Scores the batch with the trainer as it is: what the updates start from, and the gap to the engine."""
         if not batch.mini_batches:
-            self.report.warn(f"step {step.number}: every group's rewards are alike, so there is no update")
             return
         with step.phase("scoring", "score"):
             scores = self.policy.score(batch.mini_batches)
@@ -138,6 +143,13 @@ class Loop:
         if not self.agreed:
             check_agreement(gap["parity/abs_logprob_diff_mean"], self.recipe, step.number)
             self.agreed = True
+
+    def learn(self, batch: StepBatch, step: Step) -> None:
+        """One optimizer update a mini-batch."""
+        step.log({"optim/skipped_updates": batch.skipped})
+        if not batch.mini_batches:
+            self.report.warn(f"step {step.number}: every group's rewards are alike, so there is no update")
+            return
         updates = []
         with step.phase("updating", "update", len(batch.mini_batches)) as phase:
             for i in range(len(batch.mini_batches)):
@@ -161,7 +173,7 @@ class Loop:
         self.engines.forget_prefixes()  # a resumed run has not evaluated, and must sample the same
         task, k = self.inputs.eval_task, self.recipe.eval.samples_per_prompt
         step.log({eval_metric(task, "avg", k): scores.avg, eval_metric(task, "pass", k): scores.pass_rate})
-        self.score = scores.avg
+        self.eval_score = scores.avg
 
     def save_if(self, due: bool, timeout_s: float | None = None) -> None:
         if not due:
@@ -169,7 +181,7 @@ class Loop:
         self.saved = self.state.step
         with self.report.phase("saving"):
             save = partial(self.policy.save, timeout_s=timeout_s)
-            self.run.checkpoint(self.state.step, save, asdict(self.state), self.score)
+            self.run.checkpoint(self.state.step, save, asdict(self.state), self.eval_score)
 
     @contextlib.contextmanager
     def saved_if_cut_short(self) -> Iterator[None]:
@@ -180,7 +192,14 @@ class Loop:
             unsaved = self.state.settled and self.state.step not in (0, self.saved)
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 self.save_if(unsaved, timeout_s=SAVE_ON_EXIT_S)
+            self.report.warn(f"cut short in step {self.state.step + 1}: {self.what_is_kept()}")
             raise
+
+    def what_is_kept(self) -> str:
+        latest = self.run.latest()
+        return (
+            f"--resume goes on after step {latest.step}" if latest else "nothing is saved yet, and --resume starts anew"
+        )
 
 
 def learning_rate(updates: int, recipe: Recipe) -> float:

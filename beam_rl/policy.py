@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,6 @@ from beam_rl.layout import cut_routes, even_out, pad, place_of
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
 from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
-
-if TYPE_CHECKING:
-    from beam_rl.engines import Engines
 
 
 @dataclass(frozen=True)
@@ -182,19 +179,21 @@ class Policy:
         ranks = self._all("peak_memory")
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
-    def open_sync(self, host: str, deadline_s: float, engines: "Engines") -> None:
-        """Joins rank 0 and every engine into one group for the weights."""
+    def open_sync(self, host: str, engine_ranks: int, deadline_s: float) -> int:
+        """Opens rank 0's end of the weight sync; the port where the engines join it."""
         import ray
 
-        first, size = self.workers[0], len(engines.actors) + 1
-        port = ray.get(first.open_sync.remote(host, size - 1, deadline_s))
-        joining = [
-            engine.join_sync.remote(host, port, rank, size, deadline_s) for rank, engine in enumerate(engines.actors, 1)
-        ]
-        ray.get(first.connect_sync.remote(joining))
+        return ray.get(self.workers[0].open_sync.remote(host, engine_ranks, deadline_s))
 
-    def send_weights(self, engines: "Engines", bucket_bytes: int) -> tuple[int, int]:
-        return self._all("send_weights", engines.actors, bucket_bytes)[0]
+    def connect_sync(self, joining: list[Any]) -> None:
+        """Returns when all of the engines' calls `joining` have arrived at rank 0."""
+        import ray
+
+        ray.get(self.workers[0].connect_sync.remote(joining))
+
+    def send_weights(self, engines: Sequence[Any], bucket_bytes: int) -> tuple[int, int]:
+        """Streams all weights to the engines' actors: (bytes, buckets)."""
+        return self._all("send_weights", engines, bucket_bytes)[0]
 
     def save(self, folder: Path, timeout_s: float | None = None) -> None:
         self._all("save", str(folder), timeout_s=timeout_s)

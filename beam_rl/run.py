@@ -56,11 +56,14 @@ class Checkpoint:
 class Run:
     """One run's folder, held by one process at a time. Make it with `Run.open`, leave it with `close` or `with`."""
 
-    def __init__(self, folder: Path, recipe: Json, resumed: Checkpoint | None, lock: int) -> None:
+    def __init__(
+        self, folder: Path, recipe: Json, resumed: Checkpoint | None, set_aside: Path | None, lock: int
+    ) -> None:
         self.folder = folder
         self.logs = folder / "logs"  # of engines and actors
         self.recipe = recipe
         self.resumed = resumed  # the checkpoint to load before the first step; None: start from the beginning
+        self.set_aside = set_aside  # where a run lies that had no checkpoint to go on from
         self._lock = lock
         self._last_step = resumed.step if resumed else -1
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
@@ -69,6 +72,8 @@ class Run:
         LOGGER.addHandler(self._handler)
         if LOGGER.level == logging.NOTSET:
             LOGGER.setLevel(logging.INFO)  # the root's default would keep everything below a warning out of log.txt
+        if set_aside:
+            LOGGER.warning("no checkpoint to go on from; the earlier steps are in %s", set_aside)
         LOGGER.info("%s", f"resumed from {resumed.path}" if resumed else "started")
 
     @classmethod
@@ -78,21 +83,22 @@ class Run:
         Args:
             folder: made where missing.
             recipe: resolved, plain data as YAML holds it.
-            resume: None starts a new run and refuses a folder that holds one. "auto" goes on from the latest
-                checkpoint, or starts where there is none. A checkpoint's path goes on from it: in its own run, where it
-                must be the latest, or in a new folder, which then gets the metrics up to it.
+            resume: None starts a new run and refuses a folder that holds one. "auto" goes on from the latest checkpoint,
+                or starts anew where there is none: what was reported without one moves to earlier/N. A checkpoint's path
+                goes on from it: in its own run, where it must be the latest, or in a new folder, which then gets the
+                metrics up to it.
         Raises:
             RunError: the folder holds a run and `resume` is None, a run of another recipe, other files, or a run that
                 another process is training; or the checkpoint isn't one.
         """
-        recipe = yaml.safe_load(yaml.safe_dump(recipe))  # as it will be read back, so that both compare equal
+        recipe = _as_read_back(recipe)  # so that both compare equal
         lock = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = _lock(folder)
             source = _choose(folder, recipe, resume)
-            _prepare(folder, recipe, source)
-            return cls(folder, recipe, source, lock)
+            set_aside = _prepare(folder, recipe, source)
+            return cls(folder, recipe, source, set_aside, lock)
         except BaseException as error:
             if lock >= 0:
                 os.close(lock)
@@ -106,7 +112,7 @@ class Run:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Closes the folder; what ended the run goes to log.txt first."""
         if isinstance(error, InputError | KeyboardInterrupt):
-            LOGGER.error("ended: %s", error or type(error).__name__)
+            LOGGER.error("ended: %s", str(error) or type(error).__name__)
         elif error is not None:
             LOGGER.error("ended", exc_info=error)
             error.add_note(f"(traceback in {self.folder / 'log.txt'})")
@@ -223,6 +229,19 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     return [checkpoint for checkpoint in found if checkpoint]
 
 
+def checkpoint_at(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, or the last one of the run's folder that `path` is; RunError if there is none."""
+    if (path / "recipe.yaml").exists():
+        complete = checkpoints(path)
+        if not complete:
+            raise RunError(f"{path}: this run has no complete checkpoint yet")
+        return complete[-1]
+    checkpoint = read_checkpoint(path)
+    if checkpoint is None or not (path.parents[1] / "recipe.yaml").exists():
+        raise RunError(f"{path}: no complete checkpoint there; name runs/<name> or runs/<name>/checkpoints/step_N")
+    return checkpoint
+
+
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint in a folder, or None where it isn't complete: no manifest, a file missing or of another size."""
     try:
@@ -301,11 +320,22 @@ def differences(there: Json, here: Json) -> list[str]:
     ]
 
 
+def check_folder(folder: Path, recipe: Json, resume: Literal["auto"] | Path | None) -> None:
+    """Raises the RunError that `Run.open` would, as far as it can be seen without touching the folder."""
+    if folder.is_dir():
+        _choose(folder, _as_read_back(recipe), resume)
+
+
+def _as_read_back(recipe: Json) -> Json:
+    return yaml.safe_load(yaml.safe_dump(recipe))
+
+
 def _choose(folder: Path, recipe: Json, resume: Literal["auto"] | Path | None) -> Checkpoint | None:
     """The checkpoint to start from, after every reason to refuse."""
-    holds_run = (folder / "recipe.yaml").exists()
-    if not holds_run and any(not path.name.startswith(".") for path in folder.iterdir()):
+    has_recipe = (folder / "recipe.yaml").exists()
+    if not has_recipe and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise RunError(f"{folder} is not empty and holds no run: give --out another folder")
+    holds_run = has_recipe and _has_begun(folder)
     if holds_run:
         _require_same(folder, recipe)
         if resume is None:
@@ -317,6 +347,13 @@ def _choose(folder: Path, recipe: Json, resume: Literal["auto"] | Path | None) -
     if resume == "auto":
         return latest
     return _chosen(folder, recipe, Path(resume), latest, holds_run)
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether the folder's run must not be overwritten; one of ours that failed before its first step may be."""
+    ours = (folder / "log.txt").exists()
+    steps = (checkpoints(folder), list(read_metrics(folder)), _steps(folder / "samples", STEP_FILE))
+    return any(steps) or not ours
 
 
 def _chosen(folder: Path, recipe: Json, path: Path, latest: Checkpoint | None, holds_run: bool) -> Checkpoint:
@@ -347,8 +384,12 @@ def _require_same(folder: Path, recipe: Json) -> None:
         )
 
 
-def _prepare(folder: Path, recipe: Json, source: Checkpoint | None) -> None:
-    """Brings the folder to the state of the checkpoint: nothing half, nothing of later steps."""
+def _prepare(folder: Path, recipe: Json, source: Checkpoint | None) -> Path | None:
+    """Brings the folder to the state of the checkpoint: nothing half, nothing of later steps.
+
+    Returns where the steps of a run without checkpoint were moved to, if there were any.
+    """
+    set_aside = None if source else _set_aside(folder)
     write_file(
         folder / "recipe.yaml",
         yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
@@ -364,6 +405,21 @@ def _prepare(folder: Path, recipe: Json, source: Checkpoint | None) -> None:
     for path in _steps(folder / "samples", STEP_FILE):
         if _step_of(path) > last:
             path.unlink()
+    return set_aside
+
+
+def _set_aside(folder: Path) -> Path | None:
+    """Moves the metrics and samples of a run that has no checkpoint to earlier/N: it starts anew, and nothing is lost."""
+    if not (folder / "recipe.yaml").exists() or not _has_begun(folder):
+        return None
+    taken = [int(path.name) for path in (folder / "earlier").glob("*") if path.name.isdigit()]
+    target = folder / "earlier" / str(max(taken, default=0) + 1)
+    target.mkdir(parents=True)
+    for name in ("metrics.jsonl", "samples"):
+        if (folder / name).exists():
+            (folder / name).rename(target / name)
+    (folder / "samples").mkdir(exist_ok=True)
+    return target
 
 
 def _read_recipe(folder: Path) -> Json:

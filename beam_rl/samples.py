@@ -73,10 +73,11 @@ class Sample:
         """Tokens the model reads to score the response: all but the last."""
         return len(self.prompt.token_ids) + self.response_tokens - 1
 
-    def record(self) -> dict[str, object]:
+    def record(self, prompt_text: str) -> dict[str, object]:
         """What a person wants to read of it, as JSON."""
         return {
-            "prompt": self.prompt.position,
+            "prompt": prompt_text,
+            "position": self.prompt.position,
             "row": self.prompt.row,
             "text": self.text,
             "answer": self.prompt.answer,

@@ -8,33 +8,43 @@ from pathlib import Path
 from typing import Any, Literal
 
 from beam_rl.errors import InputError
+from beam_rl.inputs import Inputs, prepare
 from beam_rl.parity.compare import Comparison
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Recipe
 from beam_rl.report import Console, Report
-from beam_rl.run import Checkpoint, Run, checkpoints, read_checkpoint
+from beam_rl.run import Checkpoint, Run, check_folder, checkpoint_at
 
 
 def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
     """Opens (or resumes) the run in `folder`, trains, and prints where everything lies."""
-    from beam_rl.inputs import prepare
     from beam_rl.loop import train
 
+    opening = (folder.resolve(), recipe.model_dump(mode="json"), _resume(resume))
+    check_folder(*opening)  # before the work of reading the data; what reads them may still refuse, and leave no folder
     with Console(recipe.trainer.steps) as console:
         inputs = prepare(recipe, console)
-        for note in inputs.notes:
-            console.note(note)
-        with Run.open(folder.resolve(), recipe.model_dump(mode="json"), _resume(resume)) as run:
-            with Report(console, run, recipe.logging) as report:
-                train(recipe, inputs, run, report)
+        with Run.open(*opening) as run:
+            _show_opening(run, inputs, console)
+            if run.resumed is None or run.resumed.step < recipe.trainer.steps:
+                with Report(console, run, recipe.logging) as report:
+                    train(recipe, inputs, run, report)
             console.summary(run)
+
+
+def _show_opening(run: Run, inputs: Inputs, console: Console) -> None:
+    for note in inputs.notes:
+        console.note(note)
+    if run.set_aside:
+        console.note(f"no checkpoint to go on from: starting anew, the earlier steps are in {run.set_aside}")
+    if run.resumed and run.resumed.step >= run.recipe["trainer"]["steps"]:
+        console.note(f"step {run.resumed.step} is there: the run is done, and trainer.steps says how far to go on")
 
 
 def run_evaluation(source: Path, overrides: Iterable[str]) -> dict[str, Any]:
     """Evaluates a recipe's starting model or a run's last checkpoint; the JSON object of `beam-rl eval`."""
     from beam_rl.cluster import Cluster
     from beam_rl.evaluate import evaluate
-    from beam_rl.inputs import prepare
     from beam_rl.verifiers import make_verifier
 
     recipe, checkpoint = _recipe_or_run(source, overrides)
@@ -49,7 +59,7 @@ def run_evaluation(source: Path, overrides: Iterable[str]) -> dict[str, Any]:
         cluster = stack.enter_context(Cluster(recipe, inputs.model_path, folder, console))
         if checkpoint:
             cluster.policy.load(checkpoint.path)
-        cluster.engines.load(cluster.policy, version=checkpoint.step if checkpoint else 0)
+        cluster.sync.load(version=checkpoint.step if checkpoint else 0)
         samples = len(inputs.eval_prompts) * recipe.eval.samples_per_prompt
         with console.phase("evaluating", samples, once=True) as phase:
             scores = evaluate(inputs.eval_prompts, cluster.engines, verifier, inputs.decode, recipe, phase.advance)
@@ -58,7 +68,6 @@ def run_evaluation(source: Path, overrides: Iterable[str]) -> dict[str, Any]:
 
 def run_parity(source: Path, overrides: Iterable[str]) -> Comparison:
     """Compares trainer, engine and reference on the recipe's starting model; what goes on is shown on stderr."""
-    from beam_rl.inputs import prepare
     from beam_rl.parity.check import check
 
     recipe = load(source, overrides)
@@ -75,10 +84,8 @@ def run_export(path: Path, out: Path) -> None:
     path, out = path.resolve(), out.resolve()
     if out.exists():
         raise InputError(f"{out}: exists already; name a new folder")
-    checkpoint = read_checkpoint(path)
-    if checkpoint is None:
-        raise InputError(f"{path}: no complete checkpoint there; name runs/<name>/checkpoints/step_N")
-    recipe = load(path.parents[1] / "recipe.yaml")
+    checkpoint = checkpoint_at(path)
+    recipe = load(checkpoint.path.parents[1] / "recipe.yaml")
     with Console(0, file=sys.stderr) as console, scratch() as logs:
         model = find_model(recipe, console)
         with ray_session(recipe.cluster.address, logs), Policy(recipe, model) as policy:
@@ -103,10 +110,5 @@ def _resume(option: str | None) -> Literal["auto"] | Path | None:
 def _recipe_or_run(source: Path, overrides: Iterable[str]) -> tuple[Recipe, Checkpoint | None]:
     if not source.is_dir():
         return load(source, overrides), None
-    source = source.resolve()
-    if not (source / "recipe.yaml").exists():
-        raise InputError(f"{source}: neither a recipe nor a run's folder (it has no recipe.yaml)")
-    complete = checkpoints(source)
-    if not complete:
-        raise InputError(f"{source}: this run has no complete checkpoint yet; evaluate its recipe instead")
-    return load(source / "recipe.yaml", overrides), complete[-1]
+    checkpoint = checkpoint_at(source.resolve())
+    return load(checkpoint.path.parents[1] / "recipe.yaml", overrides), checkpoint

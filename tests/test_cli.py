@@ -76,6 +76,19 @@ def test_data_that_cannot_serve(tmp_path, tiny_folder, rows, part):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_response_beyond_the_models_positions_is_refused_before_an_engine_finds_it(tmp_path, tiny_folder):
+    longer = ["rollout.max_response_tokens=200", "trainer.token_budget=4096", f"model.path={tiny_folder}"]
+    message = refused("train", TINY, *longer, "--out", tmp_path / "run")
+    assert "rollout.max_response_tokens = 200" in message and "use at most 112" in message
+
+
+def test_a_ray_that_is_not_there(tmp_path, tiny_folder):
+    overrides = [f"model.path={tiny_folder}", "cluster.address=127.0.0.1:1", "logging.wandb=disabled"]
+    done = beam_rl("train", TINY, *overrides, "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert "cluster.address = 127.0.0.1:1: no Ray there" in done.stderr.splitlines()[-1]
+
+
 def test_a_folder_with_another_recipes_run(tmp_path, tiny_folder):
     (tmp_path / "recipe.yaml").write_text("name: other\n")
     message = refused("train", TINY, f"model.path={tiny_folder}", "--out", tmp_path)

@@ -79,8 +79,16 @@ def test_a_new_run_has_its_recipe_and_nothing_to_resume(folder: Path) -> None:
     assert yaml.safe_load((folder / "recipe.yaml").read_text()) == RECIPE
 
 
-def test_a_folder_with_a_run_is_refused_without_resume(folder: Path) -> None:
+def test_a_folder_whose_run_never_took_a_step_is_free_for_a_corrected_recipe(folder: Path) -> None:
     Run.open(folder, RECIPE).close()
+    other = {**RECIPE, "seed": 7}
+    with Run.open(folder, other) as run:
+        assert run.recipe == other and run.set_aside is None
+
+
+def test_a_folder_with_a_run_is_refused_without_resume(folder: Path) -> None:
+    with Run.open(folder, RECIPE) as run:
+        run.log_metrics(0, {"reward/mean": 0.5})
     with pytest.raises(
         RunError,
         match=r"toy holds a run already: continue it with --resume, or give --out",
@@ -90,7 +98,8 @@ def test_a_folder_with_a_run_is_refused_without_resume(folder: Path) -> None:
 
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_another_recipes_run_is_refused_and_the_keys_named(folder: Path, resume) -> None:
-    Run.open(folder, RECIPE).close()
+    with Run.open(folder, RECIPE) as run:
+        run.log_metrics(0, {"reward/mean": 0.5})
     other = recipe(
         trainer__optimizer={"lr": 2e-6, "beta1": 0.9},
         seed=1,
@@ -153,9 +162,18 @@ def test_auto_starts_where_there_is_nothing_to_resume(folder: Path) -> None:
     with Run.open(folder, RECIPE, "auto") as run:
         assert run.resumed is None
         run.log_metrics(1, {"reward/mean": 0.5})
-    with Run.open(folder, RECIPE, "auto") as run:  # killed before its first checkpoint
-        assert run.resumed is None and logged(folder) == []
-        run.log_metrics(1, {"reward/mean": 0.5})
+        run.log_samples(1, [{"text": "a"}])
+
+
+def test_auto_sets_the_steps_of_a_run_without_checkpoint_aside(folder: Path) -> None:
+    for attempt in range(3):
+        with Run.open(folder, RECIPE, "auto") as run:
+            assert run.resumed is None and logged(folder) == [] and not list((folder / "samples").iterdir())
+            assert run.set_aside == (folder / "earlier" / str(attempt) if attempt else None)
+            run.log_metrics(1, {"reward/mean": attempt})
+            run.log_samples(1, [{"text": "a"}])
+    kept = [json.loads((folder / "earlier" / n / "metrics.jsonl").read_text())["reward/mean"] for n in "12"]
+    assert kept == [0, 1] and (folder / "earlier" / "1" / "samples" / "step_1.jsonl").exists()
 
 
 def test_resume_restores_state_and_forgets_later_steps(folder: Path) -> None:

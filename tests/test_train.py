@@ -183,6 +183,12 @@ def test_a_run_that_is_done_is_not_started_again(whole):
     assert "holds a run already" in err and "--resume" in err
 
 
+def test_resuming_a_run_that_is_done_starts_nothing_and_says_so(whole):
+    before = (whole / "metrics.jsonl").read_bytes()
+    out, _ = run(whole, "--resume")
+    assert "the run is done" in out and (whole / "metrics.jsonl").read_bytes() == before
+
+
 @pytest.fixture(scope="module")
 def exported(whole: Path, folder: Path) -> Path:
     command = [sys.executable, "-m", "beam_rl.cli", "export", str(whole / "checkpoints/step_4"), str(folder / "hf")]
@@ -210,6 +216,7 @@ def test_the_export_gives_the_trainers_log_probabilities_in_a_fresh_vllm_and_in_
     from beam_rl.policy import Policy
     from beam_rl.recipe.load import load
     from beam_rl.samples import Prompt, Request, Sample
+    from beam_rl.sync import WeightSync
 
     recipe = load(whole / "recipe.yaml")
     prompt = Prompt(0, 0, [1, 12, 17, 32, 22, 20, 28, 33], "5")
@@ -224,7 +231,7 @@ def test_the_export_gives_the_trainers_log_probabilities_in_a_fresh_vllm_and_in_
         done = engines.generate([requests])
         samples = [Sample(prompt, done[r.id], weight=1.0) for r in requests]
         scores = policy.score([samples])
-        engines.load(policy, version=4)
+        WeightSync(policy, engines, recipe.sync).load(version=4)
         router = "model.layers.6.mlp.gate.weight"
         held = ray.get(engines.actors[0].weight.remote(router))
     assert np.abs(scores.logp - scores.logp_engine).max() < 2e-5

@@ -1,0 +1,47 @@
+"""The driver's part of a weight sync: tells the trainer to stream its weights and the engines to take them.
+
+Promises: when `load` returns, every engine serves exactly the version asked for. What travels and how is decided in
+`rollout.sync` and by the trainer.
+"""
+
+import time
+from dataclasses import dataclass
+
+from beam_rl.engines import Engines
+from beam_rl.policy import Policy
+from beam_rl.recipe.tree import Sync
+
+HOST = "127.0.0.1"  # trainer and engines are on one machine
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    seconds: float
+    bytes: int
+    buckets: int
+    version: int  # what every engine serves now
+
+
+class WeightSync:
+    """The way from the trainer's ranks to the engines; its group of processes is opened with the first sync."""
+
+    def __init__(self, policy: Policy, engines: Engines, settings: Sync) -> None:
+        self.policy, self.engines, self.settings = policy, engines, settings
+        self._connected = False
+
+    def load(self, version: int) -> SyncReport:
+        """Brings the trainer's weights into every engine, bucket by bucket; from then on all serve `version`."""
+        start = time.perf_counter()
+        if not self._connected:
+            self._connect()
+            self._connected = True
+        self.engines.begin_update()
+        nbytes, buckets = self.policy.send_weights(self.engines.actors, self.settings.bucket_bytes)
+        self.engines.finish_update(version)
+        return SyncReport(time.perf_counter() - start, nbytes, buckets, version)
+
+    def _connect(self) -> None:
+        """Joins the trainer's first rank and every engine into one group."""
+        deadline_s, size = self.settings.deadline_s, len(self.engines.actors) + 1
+        port = self.policy.open_sync(HOST, size - 1, deadline_s)
+        self.policy.connect_sync(self.engines.join_sync(HOST, port, size, deadline_s))
