@@ -16,9 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from engine_samples import engine_batches
 from megatron.core import parallel_state
 from numpy.typing import NDArray
 
+from beam_rl.algorithms.losses import LossInputs, TokenLoss
 from beam_rl.layout import PADDING, cut_routes, even_out, pad
 from beam_rl.megatron.checkpoint import _Reader
 from beam_rl.megatron.optimizer import is_distributed, owned
@@ -55,6 +57,7 @@ Tensors = dict[str, NDArray[Any]]
 class Seen:
     """What a layout computed."""
 
+    engine: dict[str, float]  # the gap to the engine, on four micro-batches that it sampled
     logp: list[NDArray[np.float32]]  # of each micro-batch's real tokens
     entropy: list[NDArray[np.float32]]
     agreement: list[tuple[int, int]]
@@ -65,10 +68,10 @@ class Seen:
     resumed: tuple[dict[str, float], Tensors]  # the second update once more, from a checkpoint
 
 
-def shares(parallel: Parallel) -> list[list[MicroBatch]]:
+def shares(batches: list[MicroBatch], parallel: Parallel) -> list[list[MicroBatch]]:
     """The micro-batches of each data-parallel replica: most for the first, so that padding fills up the others."""
-    edge = len(BATCHES) - parallel.dp + 1
-    parts = [BATCHES[:edge], *([batch] for batch in BATCHES[edge:])]
+    edge = len(batches) - parallel.dp + 1
+    parts = [batches[:edge], *([batch] for batch in batches[edge:])]
     padded = [[pad(batch, parallel, tiny.EXPERTS) for batch in part] for part in parts]
     return even_out(padded, parallel, tiny.EXPERTS)
 
@@ -76,8 +79,9 @@ def shares(parallel: Parallel) -> list[list[MicroBatch]]:
 def measure(trainer: Trainer, folder: Path) -> Seen:
     """Scores and two updates. Leaves a checkpoint of the state between the updates in `folder`."""
     place = trainer.place
-    mine = [cut_routes(batch, place) for batch in shares(place.parallel)[place.dp]]
+    mine = [cut_routes(batch, place) for batch in shares(BATCHES, place.parallel)[place.dp]]
     start = weights(trainer)
+    engine = engine_gap(trainer, engine_batches(tiny.checkpoint(), folder.parent))
     scores = trainer.score(mine)
     assert bool(scores) == place.last_stage
     real = [batch.sample != PADDING for batch in mine]
@@ -93,6 +97,7 @@ def measure(trainer: Trainer, folder: Path) -> Seen:
     second, after = update(), weights(trainer)
     trainer.load(folder)
     return Seen(
+        engine=engine,
         logp=[score.logp[rows] for score, rows in kept],
         entropy=[score.entropy[rows] for score, rows in kept],
         agreement=[(score.routes_agree, score.routes_total) for score, _ in kept],
@@ -102,6 +107,28 @@ def measure(trainer: Trainer, folder: Path) -> Seen:
         weights=after,
         resumed=(update(), weights(trainer)),
     )
+
+
+def engine_gap(trainer: Trainer, batches: list[MicroBatch]) -> dict[str, float]:
+    """How far this layout is from the engine on what the engine sampled, replaying its routes; changes no weight.
+
+    The mean |Δlogp| of the response tokens as scored (on ranks that report), and in an update's own forward pass, where
+    activations are recomputed; and the shares that agree of the expert sets the trainer would have chosen.
+    """
+    place = trainer.place
+    mine = [cut_routes(batch, place) for batch in shares(batches, place.parallel)[place.dp]]
+
+    def gap(inputs: LossInputs) -> TokenLoss:
+        difference = (inputs.logp - inputs.logp_engine).detach().abs()
+        return TokenLoss(loss=-inputs.advantage * inputs.logp, clipped=difference > 1, kl=difference)
+
+    scores = trainer.score(mine)
+    found = {"update": trainer.update(mine, gap, lr=0.0)["loss/kl"]}
+    if scores:
+        differences = [np.abs(s.logp - b.logp_engine)[b.response] for s, b in zip(scores, mine, strict=True)]
+        found["score"] = float(np.concatenate(differences).mean())
+        found["flipped"] = float(sum(s.routes_total - s.routes_agree for s in scores))
+    return found
 
 
 def weights(trainer: Trainer) -> Tensors:
@@ -214,6 +241,7 @@ def joined(ranks: Sequence[tuple[Any, Seen]]) -> Seen:
     reports = [seen for place, seen in sorted(ranks, key=lambda found: found[0].dp) if place.reports]
     for name in ("logp", "entropy", "agreement"):
         setattr(first, name, [value for seen in reports for value in getattr(seen, name)])
+    first.engine = {name: max(seen.engine[name] for seen in reports) for name in reports[0].engine}
     return first
 
 
@@ -248,6 +276,8 @@ def errors(seen: Seen, one: Seen) -> dict[str, float]:
     assert seen.agreement == one.agreement
     assert seen.gradients.keys() == one.gradients.keys()
     found = {
+        "engine, scored": seen.engine["score"],
+        "engine, in an update": seen.engine["update"],
         "log-probabilities": max(error(a, b) for a, b in zip(seen.logp, one.logp, strict=True)),
         "entropies": max(error(a, b) for a, b in zip(seen.entropy, one.entropy, strict=True)),
         "metrics": max(

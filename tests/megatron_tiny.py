@@ -81,6 +81,7 @@ def make_model() -> BeamForCausalLM:
         n_group=4,
         topk_group=2,
         max_position_embeddings=512,
+        eos_token_id=2,
     )
     model = BeamForCausalLM(config).eval()
     with torch.no_grad():
