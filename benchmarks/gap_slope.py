@@ -16,7 +16,7 @@ import numpy as np
 
 def slope(steps: np.ndarray, values: np.ndarray) -> dict[str, float]:
     """Least-squares slope per step of `values` (steps,), and its standard error."""
-    (slope, intercept), covariance = np.polyfit(steps, values, 1, cov=True)
+    (slope, _), covariance = np.polyfit(steps, values, 1, cov=True)
     growth = slope * (steps[-1] - steps[0]) / values.mean()
     figures = {"mean": values.mean(), "slope": slope, "error": covariance[0, 0] ** 0.5, "growth": growth}
     return {name: float(f"{figure:.3g}") for name, figure in figures.items()}
