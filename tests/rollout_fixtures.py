@@ -88,6 +88,7 @@ class Reference:
     """Transformers' word on a sequence of tokens."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.folder = folder
         self.model = BeamForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
     @torch.no_grad()

@@ -33,7 +33,9 @@ def of_config(vllm_config: Any) -> Adapter | None:
 def slot_rank(vllm_config: Any, is_experts: bool) -> int | None:
     """The rank of the slots of a layer: experts have their own. None where vLLM runs without this project's adapter."""
     adapter = of_config(vllm_config)
-    return adapter and (adapter.expert_rank if is_experts else adapter.rank)
+    if adapter is None:
+        return None
+    return adapter.expert_rank if is_experts else adapter.rank
 
 
 class Stage:
@@ -54,7 +56,7 @@ class Stage:
                 self.tensors[name] = tensor.to(self.dtype, copy=True)
 
     def complete(self) -> dict[str, Tensor]:
-        """All of the adapter, repeated tensors filled in. Raises ValueError, in one line, for an adapter that is not whole."""
+        """All of the adapter, repeated tensors filled in. Raises ValueError, in one line, if it is not whole or wrong."""
         if self.problem is not None:
             raise ValueError(self.problem)
         missing = sorted(self.shapes.keys() - self.tensors.keys())
@@ -89,9 +91,10 @@ class HeldAdapter:
         return Stage(self.adapter, self.config, compat.adapter_dtype(self.runner))
 
     def swap(self, staged: Stage, new_id: int) -> None:
-        """Puts the staged adapter in the place of the one held. Raises ValueError, having changed nothing, if it's not whole.
+        """Puts the staged adapter in the place of the one held.
 
-        Raises RuntimeError when vLLM bound it to fewer modules than it has: then the slot holds neither adapter.
+        Raises ValueError, having changed nothing, for a staged adapter that is not whole or wrong; RuntimeError when vLLM
+        bound it to other modules than it has: then the slot holds neither adapter.
         """
         tensors = staged.complete()
         parts = [(adapter_place(m.name)[0], m, tensors[m.a], tensors[m.b]) for m in self.modules]
@@ -103,7 +106,7 @@ class HeldAdapter:
 
     def checksum(self) -> str:
         """`beam_rl.checksum.checksum` of what the slot holds."""
-        digests = {}
+        digests: dict[str, str] = {}
         for module in self.modules:
             a, b = self.held(module)
             digests |= {module.a: tensor_digest(a), module.b: tensor_digest(b)}
