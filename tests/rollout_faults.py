@@ -6,13 +6,24 @@ A program of its own: it imports vLLM and sets up its process groups, which a te
 import inspect
 import json
 import tempfile
+from dataclasses import fields, replace
 
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.config.lora import LoRAConfig
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.lora.layers import LoRAMapping
+from vllm.lora.ops.torch_ops import bgmv_shrink
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
+    UnquantizedMoeBackend,
+    select_unquantized_moe_backend,
+)
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from beam_rl.rollout import compat
 
 
 def reload_leaves_experts_unpacked() -> bool:
@@ -40,10 +51,49 @@ def partial_prefill_rewinds_cpu_generators() -> bool:
     return False
 
 
+def base_tokens_get_the_last_adapter() -> bool:
+    """True if vLLM's torch kernels take slot −1, which means no adapter, for the last one."""
+    out = torch.zeros(2, 4)
+    bgmv_shrink(torch.ones(2, 8), torch.ones(3, 1, 4, 8), out, torch.tensor([-1, 0]))
+    assert out[1].all(), "a token with an adapter is right"
+    return bool(out[0].any())
+
+
+def repaired_linear_leaves_base_tokens_alone() -> bool:
+    """True if the addition that takes those kernels' place gives each token its own adapter, or none."""
+    compat.repair_adapter_linear()
+    wrapper = PunicaWrapperCPU(max_num_batched_tokens=8, max_batches=8, device="cpu")
+    wrapper.update_metadata(LoRAMapping((7, 0, 9, 0), (7, 0, 9, 0), is_prefill=True), [9, 7], 3, 64)
+    x, y = torch.randn(4, 8), torch.zeros(4, 5)
+    a, b = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 5, 2)
+    wrapper.add_lora_linear(y, x, (a,), (b,), 1.0, (5,))
+    wanted = torch.stack([b[1, 0] @ a[1, 0] @ x[0], torch.zeros(5), b[0, 0] @ a[0, 0] @ x[2], torch.zeros(5)])
+    return torch.allclose(y, wanted, atol=1e-6)
+
+
+def all_layers_have_the_largest_rank() -> bool:
+    """True if vLLM's configuration knows one rank for all layers."""
+    return [f.name for f in fields(LoRAConfig) if "rank" in f.name] == ["max_lora_rank"]
+
+
+def adapters_choose_a_gpu_kernel_for_experts() -> bool:
+    """True if vLLM picks Triton for experts with adapters on a CPU."""
+    moe = FusedMoEFactory(num_experts=4, top_k=2, hidden_size=64, intermediate_size=32, prefix="lora.experts")
+    with_adapters = replace(moe.moe_config, is_lora_enabled=True)
+    return select_unquantized_moe_backend(with_adapters)[0] == UnquantizedMoeBackend.TRITON
+
+
 if __name__ == "__main__":
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         initialize_model_parallel(1)
-        faults = [reload_leaves_experts_unpacked, partial_prefill_rewinds_cpu_generators]
+        faults = [
+            reload_leaves_experts_unpacked,
+            partial_prefill_rewinds_cpu_generators,
+            base_tokens_get_the_last_adapter,
+            repaired_linear_leaves_base_tokens_alone,
+            all_layers_have_the_largest_rank,
+            adapters_choose_a_gpu_kernel_for_experts,
+        ]
         print(json.dumps({fault.__name__: fault() for fault in faults}))

@@ -88,6 +88,7 @@ class Reference:
     """Transformers' word on a sequence of tokens."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.folder = folder
         self.model = BeamForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
     @torch.no_grad()
@@ -158,26 +159,32 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def engines(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def cluster() -> Iterator[None]:
+    """Ray, while the session lasts."""
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    logs = tmp_path_factory.mktemp("logs")
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # Ray's socket paths must be short
         ray.init(num_cpus=8, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
         try:
-            old, bf16 = checkpoints["old"], checkpoints["bf16"]
-            file, whole = bf16 / "model.safetensors", load_file(bf16 / "model.safetensors")
-            short = {k: v for k, v in whole.items() if k != "model.layers.1.self_attn.q_norm.weight"}
-            save_file(short, file, metadata={"format": "pt"})
-            first = ray.remote(Engine).remote(settings(old, "fp32", "fp32", logs))
-            second = ray.remote(Engine).remote(settings(bf16, "bf16", "bf16", logs))
-            starting = first.start.remote()
-            with pytest.raises(EngineStartError) as failed:
-                ray.get(second.start.remote(), timeout=300)
-            save_file(whole, file, metadata={"format": "pt"})
-            infos = ray.get([starting, second.start.remote()], timeout=300)
-            yield Engines(RunningEngine(first, infos[0], old), RunningEngine(second, infos[1], bf16), failed.value)
+            yield
         finally:
             ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def engines(cluster: None, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    logs = tmp_path_factory.mktemp("logs")
+    old, bf16 = checkpoints["old"], checkpoints["bf16"]
+    file, whole = bf16 / "model.safetensors", load_file(bf16 / "model.safetensors")
+    short = {k: v for k, v in whole.items() if k != "model.layers.1.self_attn.q_norm.weight"}
+    save_file(short, file, metadata={"format": "pt"})
+    first = ray.remote(Engine).remote(settings(old, "fp32", "fp32", logs))
+    second = ray.remote(Engine).remote(settings(bf16, "bf16", "bf16", logs))
+    starting = first.start.remote()
+    with pytest.raises(EngineStartError) as failed:
+        ray.get(second.start.remote(), timeout=300)
+    save_file(whole, file, metadata={"format": "pt"})
+    infos = ray.get([starting, second.start.remote()], timeout=300)
+    return Engines(RunningEngine(first, infos[0], old), RunningEngine(second, infos[1], bf16), failed.value)
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,25 @@ def test_chunked_prefill_of_seeded_requests_still_kills_the_cpu_engine(faults: d
     assert faults["partial_prefill_rewinds_cpu_generators"]
 
 
+def test_tokens_without_an_adapter_still_get_the_last_one_on_a_cpu(faults: dict[str, bool]) -> None:
+    """When this fails, `compat.repair_adapter_linear` is there for its speed alone."""
+    assert faults["base_tokens_get_the_last_adapter"]
+
+
+def test_repaired_linear_gives_each_token_its_own_adapter_or_none(faults: dict[str, bool]) -> None:
+    assert faults["repaired_linear_leaves_base_tokens_alone"]
+
+
+def test_vllm_still_has_one_adapter_rank_for_all_layers(faults: dict[str, bool]) -> None:
+    """When this fails, vLLM may size the experts' slots itself: see `compat.size_adapter_slots`."""
+    assert faults["all_layers_have_the_largest_rank"]
+
+
+def test_vllm_still_wants_a_gpu_for_experts_with_adapters(faults: dict[str, bool]) -> None:
+    """When this fails, `compat.plain_expert_method` need not hide adapters any more."""
+    assert faults["adapters_choose_a_gpu_kernel_for_experts"]
+
+
 def test_installed_version_is_supported() -> None:
     compat.check_version(compat.installed()[1])
 

@@ -4,10 +4,12 @@ Written for vLLM 0.32 (CPU) and 0.33 (GPU); `check_version` refuses others in on
 fault; tests/test_rollout_compat.py fails on the day a fault is gone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +61,13 @@ def plain_expert_method(moe_config: Any, experts: type) -> Any:
     """vLLM's unquantized expert method with the expert kernel `experts` instead of the packed CPU kernel.
 
     Fault (0.32, CPU): the packed kernel repacks the weights at the first load only, so a weight update writes unpacked
-    weights into packed storage (`UnquantizedFusedMoEMethod._setup_kernel`). Unpacked experts need no repacking.
+    weights into packed storage (`UnquantizedFusedMoEMethod._setup_kernel`). Unpacked experts need no repacking. And with
+    adapters vLLM would choose its Triton kernel, which a CPU does not have.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    method = UnquantizedFusedMoEMethod(moe_config)
-    method.experts_cls = experts
+    method = UnquantizedFusedMoEMethod(replace(moe_config, is_lora_enabled=False))
+    method.moe, method.experts_cls = moe_config, experts
     return method
 
 
@@ -168,3 +171,141 @@ def finished_requests(scheduler_output: Any) -> Sequence[str]:
 def child_pids(engine: Any) -> list[int]:
     """Process ids that an `AsyncLLM` started (EngineCore)."""
     return [p.pid for p in engine.engine_core.resources.engine_manager.processes]
+
+
+def allowed_rank(rank: int) -> int:
+    """The least rank that vLLM takes for its `max_lora_rank` and holds `rank`. ValueError beyond the largest."""
+    from vllm.config.lora import MaxLoRARanks
+
+    fitting = [allowed for allowed in get_args(MaxLoRARanks) if allowed >= rank]
+    if not fitting:
+        raise ValueError(f"an adapter of rank {rank}: vLLM has room for rank {max(get_args(MaxLoRARanks))} at most")
+    return min(fitting)
+
+
+def size_adapter_slots(rank_of: Callable[[Any, bool], int | None]) -> None:
+    """Lets `rank_of(vllm_config, is_experts)` say the rank of every layer's adapter slots; None: as vLLM would.
+
+    Fault (0.32, 0.33): each slot is made for the largest rank of all (`max_lora_rank`), and vLLM's warm-up fills slots
+    with adapters of rank 8, which don't fit into smaller ones.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.lora import model_manager
+    from vllm.model_executor.layers.fused_moe import MoERunner
+
+    make_layer, manager_cls = model_manager.from_layer, model_manager.LoRAModelManager
+    warmup_rank = manager_cls.get_dummy_lora_warmup_rank
+    if hasattr(make_layer, "sized"):
+        return
+
+    def sized(layer: nn.Module, max_loras: int, lora_config: Any, *args: Any) -> nn.Module:
+        rank = rank_of(get_current_vllm_config(), isinstance(layer, MoERunner))
+        if rank is not None:
+            lora_config = copy(lora_config)
+            lora_config.max_lora_rank = rank
+        return make_layer(layer, max_loras, lora_config, *args)
+
+    def fitting_rank(manager: Any, default: int) -> int:
+        return min(
+            [warmup_rank(manager, default), *(a.shape[2] for parts in _slots(manager).values() for a, _ in parts)]
+        )
+
+    sized.sized = True  # type: ignore[attr-defined]
+    model_manager.from_layer = sized
+    manager_cls.get_dummy_lora_warmup_rank = fitting_rank
+
+
+def _slots(manager: Any) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    def parts(layer: Any) -> list[tuple[Tensor, Tensor]]:
+        if hasattr(layer, "w13_lora_a_stacked"):
+            a = (*layer.w13_lora_a_stacked, *layer.w2_lora_a_stacked)
+            return list(zip(a, (*layer.w13_lora_b_stacked, *layer.w2_lora_b_stacked), strict=True))
+        return list(zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True))
+
+    return {name: parts(layer) for name, layer in manager.modules.items()}
+
+
+def adapter_slots(runner: Any) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """The slots of every adapted module: for each of its adapters, in the order that `names.adapter_place` counts,
+
+    A (slots, experts or 1, rank, inputs) and B (slots, experts or 1, outputs, rank).
+    """
+    return _slots(runner.lora_manager._adapter_manager)
+
+
+def adapter_dtype(runner: Any) -> torch.dtype:
+    """The dtype of the adapter's slots."""
+    return runner.lora_config.lora_dtype
+
+
+def slot_of_adapter(runner: Any, adapter_id: int) -> int:
+    """Which slot an active adapter is in. ValueError if it isn't."""
+    return runner.lora_manager._adapter_manager.lora_index_to_id.index(adapter_id)
+
+
+def swap_adapter(runner: Any, old_id: int, new_id: int, parts: Iterable[tuple[Any, Tensor, Tensor]]) -> set[str]:
+    """Takes one adapter away and activates another in its place. Returns the names of the modules that got a part of it.
+
+    parts: (`beam_rl.lora.AdapterModule`, A, B) of every adapted matrix; vLLM multiplies B by its scale, in place.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights
+
+    manager = runner.lora_manager._adapter_manager
+    to_own = manager.model.hf_to_vllm_mapper.get_rename_mapper()._map_name
+    layers = {to_own(m.name): LoRALayerWeights(to_own(m.name), m.rank, m.alpha, a, b) for m, a, b in parts}
+    model = LoRAModel(new_id, max(layer.rank for layer in layers.values()), layers)
+    manager.remove_adapter(old_id)
+    manager.add_adapter(model)
+    manager.activate_adapter(new_id)
+    return {name for name in manager.modules if model.get_lora(name) is not None}
+
+
+def adapter_request(adapter_id: int) -> Any:
+    """What a request for an adapter that was swapped in carries. vLLM's prefix cache keeps adapters apart by its name."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter-{adapter_id}", adapter_id, "in memory")
+
+
+def expert_adapters(experts: Any, tokens: int) -> tuple[Any, ...] | None:
+    """What an expert kernel has to add in this step: (tokens,) slots, −1 for none, and (A, B) of gate, up and down.
+
+    None when no token has an adapter.
+    """
+    context = experts._lora_context
+    if context is None or context.punica_wrapper.no_lora:
+        return None
+    gate, up = zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True)
+    down = (context.w2_lora_a_stacked[0], context.w2_lora_b_stacked[0])
+    return context.punica_wrapper.token_lora_indices[:tokens], gate, up, down
+
+
+def repair_adapter_linear() -> None:
+    """Gives vLLM's CPU path another addition of adapters to linear layers.
+
+    Fault (0.32, CPU): tokens without an adapter that share a step with others have slot −1, and the torch kernels take
+    it as an index: they get the last slot's adapter (`lora.ops.torch_ops`). They also copy A and B for every token.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    from beam_rl.rollout.low_rank import RowSlots, add_low_rank
+
+    def add_lora_linear(
+        wrapper: Any,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: Sequence[Tensor],
+        lora_b_stacked: Sequence[Tensor],
+        scale: float,
+        output_slices: Sequence[int],
+        **unused: Any,
+    ) -> None:
+        if wrapper.no_lora:
+            return
+        for slot, mask in RowSlots(wrapper.token_lora_indices[: len(x)]).masks(x):
+            parts = zip(y.split(list(output_slices), -1), lora_a_stacked, lora_b_stacked, strict=True)
+            for out, a, b in parts:
+                add_low_rank(out, x, a[slot, 0] * scale if scale != 1 else a[slot, 0], b[slot, 0], mask)
+
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear

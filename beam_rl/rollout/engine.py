@@ -55,12 +55,23 @@ class EngineCounters:
     routes_held: int  # finished responses whose routes the worker still keeps; 0 when nothing is in flight
 
 
+@dataclass(frozen=True)
+class AdapterSlot:
+    """Room for one of a module's adapters: A (slots, experts or 1, rank, inputs), B (slots, experts or 1, outputs, rank)."""
+
+    module: str
+    a: list[int]
+    b: list[int]
+    bytes: int
+
+
 class Engine:
     """A sampling engine; `start` comes first."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.version = 0
+        self.adapter_id = 0  # vLLM's id of the adapter served; 0: the checkpoint alone
         self.llm: Any = None
         self.info: EngineInfo | None = None
         self.in_flight: set[str] = set()  # vLLM's ids of unfinished requests
@@ -113,11 +124,17 @@ class Engine:
             await self._abandon(left)
 
     async def begin_update(self) -> None:
-        """Opens a weight update. Raises RuntimeError while requests are running: their samples would mix versions."""
+        """Opens a weight update: of the adapter, where the settings have one, else of all weights.
+
+        Raises RuntimeError while requests are running: their samples would mix versions.
+        """
         self._refuse_during_update("begin a weight update")
         if self.in_flight:
             raise RuntimeError(f"cannot begin a weight update: {len(self.in_flight)} requests are still sampling")
-        await self.llm.start_weight_update()
+        if self.settings.adapter is None:
+            await self.llm.start_weight_update()
+        else:
+            await self.llm.collective_rpc("begin_adapter")
         self.update_state = "running"
 
     async def join_sync(self, host: str, port: int, rank: int, size: int, deadline_s: float) -> None:
@@ -134,21 +151,49 @@ class Engine:
 
         self._require_update()
         try:
-            await self.llm.update_weights(WeightTransferUpdateRequest(update_info=bucket))
+            if self.settings.adapter is None:
+                await self.llm.update_weights(WeightTransferUpdateRequest(update_info=bucket))
+            else:
+                await self.llm.collective_rpc("receive_adapter", args=(bucket,))
         except Exception as error:
-            self.update_state = f"a weight update failed half way ({error})"
+            # Of an adapter nothing is loaded before all of it is there.
+            half_way = f"a weight update failed half way ({error})"
+            self.update_state = half_way if self.settings.adapter is None else "none"
             raise
 
-    async def finish_update(self, version: int) -> None:
-        """Closes the update: every tensor has come, caches of the old weights are dropped, `version` is served."""
+    async def finish_update(self, version: int) -> str | None:
+        """Closes the update: every tensor has come, caches of the old weights are dropped, `version` is served.
+
+        Returns the checksum (`beam_rl.checksum`) of the adapter that the engine holds now; None for all weights.
+        Raises ValueError for an adapter that is not whole or not finite; the version before it is served on.
+        """
         self._require_update()
         try:
-            await self.llm.finish_weight_update(weight_version=str(version))
-            await self.forget_prefixes()
+            if self.settings.adapter is None:
+                held, refusal = None, ""
+                await self.llm.finish_weight_update(weight_version=str(version))
+            else:
+                held, refusal = (await self.llm.collective_rpc("swap_adapter", args=(self.adapter_id + 1,)))[0]
+            if not refusal:
+                await self.forget_prefixes()
         except Exception as error:
             self.update_state = f"a weight update did not finish ({error})"
             raise
-        self.version, self.update_state = version, "none"
+        self.update_state = "none"
+        if refusal:
+            raise ValueError(refusal)
+        self.version = version
+        if self.settings.adapter is not None:
+            self.adapter_id += 1
+        return held
+
+    async def adapter_checksum(self) -> str:
+        """The checksum (`beam_rl.checksum`) of the adapter that the engine holds now."""
+        return (await self.llm.collective_rpc("adapter_checksum"))[0]
+
+    async def adapter_slots(self) -> list[AdapterSlot]:
+        """What vLLM has set aside for the adapter."""
+        return [AdapterSlot(*slot) for slot in (await self.llm.collective_rpc("adapter_slots"))[0]]
 
     async def forget_prefixes(self) -> None:
         """Empties the prefix cache. Raises RuntimeError when vLLM keeps it, as while requests run."""
@@ -189,7 +234,9 @@ class Engine:
         params = SamplingParams(
             max_tokens=1, detokenize=False, skip_reading_prefix_cache=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        collector = await self.llm.add_request("probe", tokens_input(token_ids), params)
+        collector = await self.llm.add_request(
+            "probe", tokens_input(token_ids), params, lora_request=self._served_adapter()
+        )
         await collector.get()
         if self._routes_come_from_worker():
             await self.llm.collective_rpc("drop_routes", args=([collector.request_id],))
@@ -243,7 +290,18 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return await self.llm.add_request(request.id, tokens_input(request.prompt_ids), params)
+        return await self.llm.add_request(
+            request.id, tokens_input(request.prompt_ids), params, lora_request=self._adapter_of(request)
+        )
+
+    def _adapter_of(self, request: Request) -> Any:
+        """What vLLM takes for the adapter of a request: that of the version served."""
+        return self._served_adapter()
+
+    def _served_adapter(self) -> Any:
+        from beam_rl.rollout import compat
+
+        return compat.adapter_request(self.adapter_id) if self.adapter_id else None
 
     async def _complete(self, ended: list[tuple[Request, str, Any]]) -> list[Completion]:
         self.in_flight -= {internal_id for _, internal_id, _ in ended}

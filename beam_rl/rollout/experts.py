@@ -5,18 +5,35 @@ token's result that does not depend on which other tokens run in the step: its e
 its own top-k list, and rounded once. Knows nothing about routing or weight transfer.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from beam_rl.rollout import compat
+from beam_rl.rollout.low_rank import RowSlots, add_low_rank
+
+LowRank = tuple[Tensor, Tensor]  # A (slots, experts, rank, inputs) and B (slots, experts, outputs, rank)
 
 
-def mix_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class ExpertAdapters:
+    """What each expert's three projections get added, by the slot of the token: (tokens,), −1 for none."""
+
+    slots: Tensor
+    gate: LowRank
+    up: LowRank
+    down: LowRank
+
+
+def mix_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, adapters: ExpertAdapters | None = None
+) -> Tensor:
     """SwiGLU experts of each token, weighted and summed.
 
     Args:
@@ -36,15 +53,32 @@ def mix_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: 
     for e, start, end in spans:
         torch.mm(rows[start:end], gate_up[e].t(), out=inner[start:end])
     gate, up = inner.chunk(2, -1)
+    if adapters is not None:
+        slots = RowSlots(adapters.slots[by_expert // top_k])
+        _add_adapters(gate, rows, adapters.gate, slots, spans)
+        _add_adapters(up, rows, adapters.up, slots, spans)
     active = (F.silu(gate.float()) * up.float()).to(x.dtype)
     for e, start, end in spans:
         torch.mm(active[start:end], down[e].t(), out=outer[start:end])
+    if adapters is not None:
+        _add_adapters(outer, active, adapters.down, slots, spans)
     in_order = torch.empty_like(outer)
     in_order[by_expert] = outer
     return (in_order.view(tokens, top_k, -1).float() * weights.float()[..., None]).sum(1)
 
 
-class TorchExperts(CPUUnquantizedExperts):
+def _add_adapters(
+    out: Tensor, x: Tensor, low_rank: LowRank, slots: RowSlots, spans: list[tuple[int, int, int]]
+) -> None:
+    """Adds B·A·x of each row's expert and slot; `spans` are (expert, first row, last row + 1)."""
+    a, b = low_rank
+    for slot, mask in slots.masks(x):
+        for e, start, end in spans:
+            rows = None if mask is None else mask[start:end]
+            add_low_rank(out[start:end], x[start:end], a[slot, e], b[slot, e], rows)
+
+
+class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
     """vLLM's expert kernel interface over `mix_experts`."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -52,7 +86,8 @@ class TorchExperts(CPUUnquantizedExperts):
 
     def apply(self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor,
               topk_ids: Tensor, *unused: Any, **also_unused: Any) -> None:  # fmt: skip
-        output.copy_(mix_experts(hidden_states, w1, w2, topk_weights, topk_ids))
+        adapters = None if (held := compat.expert_adapters(self, len(hidden_states))) is None else ExpertAdapters(*held)
+        output.copy_(mix_experts(hidden_states, w1, w2, topk_weights, topk_ids, adapters))
 
 
 class PlainExperts(RoutedExperts):

@@ -10,7 +10,11 @@ from beam_rl.rollout.names import held_tensor
 
 class Extension:
     model_runner: Any
+    vllm_config: Any
+    weight_transfer_engine: Any
     probe: Any = None
+    adapter: Any = None  # a HeldAdapter, from the first update on
+    staged: Any = None  # a Stage, during an update
 
     def read_weight(self, name: str) -> list[Any]:
         """[dtype, shape, bytes] of what the model holds under a checkpoint's name. KeyError if it has no such tensor."""
@@ -37,3 +41,38 @@ class Extension:
         if self.probe is not None:
             self.probe.stop()
             self.probe = None
+
+    def begin_adapter(self) -> None:
+        """Opens an update of the adapter; one that was under way is forgotten."""
+        from beam_rl.rollout.adapter import HeldAdapter, of_config
+
+        if self.adapter is None:
+            adapter, config = of_config(self.vllm_config), self.vllm_config.model_config.hf_config
+            if adapter is None:
+                raise RuntimeError("this engine was started without an adapter")
+            self.adapter = HeldAdapter(adapter, config.to_dict(), self.model_runner)
+        self.staged = self.adapter.stage()
+
+    def receive_adapter(self, bucket: dict[str, Any]) -> None:
+        """Receives and stages one bucket of the adapter's tensors, as the sender announced it."""
+        self.staged.add(self.weight_transfer_engine.receive_tensors(bucket))
+
+    def swap_adapter(self, new_id: int) -> list[str]:
+        """[checksum of what the slot holds now, ""], or ["", why the staged adapter was refused and nothing changed]."""
+        staged, self.staged = self.staged, None
+        try:
+            self.adapter.swap(staged, new_id)
+        except ValueError as refused:
+            return ["", str(refused)]
+        return [self.adapter.checksum(), ""]
+
+    def adapter_checksum(self) -> str:
+        """The checksum of what the adapter's slot holds."""
+        return self.adapter.checksum()
+
+    def adapter_slots(self) -> list[Any]:
+        """[[module, shape of A, shape of B, bytes of both], …] of every adapter slot, leading dimensions slots, experts."""
+        from beam_rl.rollout import compat
+
+        slots = compat.adapter_slots(self.model_runner)
+        return [[n, list(a.shape), list(b.shape), a.nbytes + b.nbytes] for n, parts in slots.items() for a, b in parts]

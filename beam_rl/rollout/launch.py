@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from beam_rl.lora import Adapter
 from beam_rl.rollout import compat, process
 
 CPU_BLOCK_TOKENS = 32  # the smallest KV-cache block that vLLM's CPU attention is fast with
@@ -39,6 +40,7 @@ class EngineSettings:
     host: str  # this machine's address for its peers
     log_dir: str
     name: str = "engine"  # of the log file
+    adapter: Adapter | None = None  # served beside the checkpoint; None: no LoRA
 
     @property
     def log(self) -> Path:
@@ -93,7 +95,21 @@ def engine_args(settings: EngineSettings) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "worker_extension_cls": "beam_rl.rollout.extension.Extension",
     }
-    return args | (_cpu_args(settings) if current_platform.is_cpu() else _gpu_args(settings))
+    args |= _cpu_args(settings) if current_platform.is_cpu() else _gpu_args(settings)
+    return args if settings.adapter is None else args | _adapter_args(settings.adapter, args["additional_config"])
+
+
+def _adapter_args(adapter: Adapter, additional_config: dict[str, Any]) -> dict[str, Any]:
+    from beam_rl.rollout.adapter import ADAPTER, to_plain
+    from beam_rl.rollout.names import adapted_modules
+
+    return {
+        "enable_lora": True,
+        "max_loras": 1,  # an update waits until nothing samples, so one slot is enough and memory is what slots cost
+        "max_lora_rank": compat.allowed_rank(max(adapter.rank, adapter.expert_rank)),
+        "lora_target_modules": adapted_modules(adapter.targets),
+        "additional_config": additional_config | {ADAPTER: to_plain(adapter)},
+    }
 
 
 def _cpu_args(settings: EngineSettings) -> dict[str, Any]:
@@ -111,5 +127,6 @@ def _cpu_args(settings: EngineSettings) -> dict[str, Any]:
 def _gpu_args(settings: EngineSettings) -> dict[str, Any]:
     return {
         "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "additional_config": {},
         "enable_return_routed_experts": settings.routing_replay,
     }

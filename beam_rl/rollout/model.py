@@ -25,7 +25,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
-from vllm.model_executor.models.interfaces import SupportsPP
+from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsPP
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     PPMissingLayer,
@@ -250,7 +250,7 @@ class BeamModel(nn.Module):
         return self.norm(h) if get_pp_group().is_last_rank else h
 
 
-class BeamForCausalLM(nn.Module, SupportsPP):
+class BeamForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
     """vLLM's entry to the model; checkpoint names as transformers writes them (docs of `load_weights`)."""
 
     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

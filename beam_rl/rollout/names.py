@@ -4,7 +4,7 @@ Knows nothing about vLLM's processes; the model is any module with vLLM's fused 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,12 +40,27 @@ def _layer_names(config: Any) -> Iterator[str]:
         yield from (f"{layer}.mlp.experts.{e}.{p}.weight" for e in range(config.num_experts) for p in PROJECTIONS)
 
 
+def adapter_place(name: str) -> tuple[str, int, int | None]:
+    """Where vLLM holds the adapter of a checkpoint's matrix (its name without `.weight`).
+
+    Returns the module, which of the module's adapters (query, key, value; gate, up, down), and the expert.
+    """
+    name += ".weight"
+    if match := EXPERT.fullmatch(name):
+        return match[1], ("gate", "up", "down").index(match[3]), int(match[2])
+    if match := QKV.fullmatch(name):
+        return f"{match[1]}.qkv_proj", "qkv".index(match[2]), None
+    if match := GATE_UP.fullmatch(name):
+        return f"{match[1]}.gate_up_proj", int(match[2] == "up"), None
+    return _own_name(name).removesuffix(".weight"), 0, None
+
+
 def held_tensor(model: nn.Module, name: str) -> Tensor:
     """The tensor that an unsharded vLLM Beam holds under a checkpoint's name: a parameter, or its part of a fused one.
 
-    Raises KeyError if the model has no such tensor.
+    Modules with an adapter hold the checkpoint's weight one level deeper. Raises KeyError if there is no such tensor.
     """
-    held = dict(model.named_parameters())
+    held = {held_as.replace(".base_layer.", "."): tensor for held_as, tensor in model.named_parameters()}
     if name in held:
         return held[name]
     if match := EXPERT.fullmatch(name):
@@ -60,4 +75,15 @@ def held_tensor(model: nn.Module, name: str) -> Tensor:
         return parts["qkv".index(match[2])]
     if match := GATE_UP.fullmatch(name):
         return held[f"{match[1]}.gate_up_proj.weight"].chunk(2)[match[2] == "up"]
-    return held[name.replace(".self_attn.gate_proj", ".self_attn.output_gate_proj")]
+    return held[_own_name(name)]
+
+
+def _own_name(name: str) -> str:
+    """The name of a parameter that is not part of a fused one."""
+    return name.replace(".self_attn.gate_proj", ".self_attn.output_gate_proj")
+
+
+def adapted_modules(targets: Iterable[str]) -> list[str]:
+    """The last parts of the names of the modules that hold the adapters of these targets (`beam_rl.lora`)."""
+    names = {t.replace(".experts.", ".experts.0.") for t in targets}
+    return sorted({adapter_place(f"model.layers.0.{name}")[0].rpartition(".")[2] for name in names})

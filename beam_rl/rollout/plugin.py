@@ -9,6 +9,8 @@ def register() -> None:
     """Adds Beam where vLLM lacks it, the Gloo weight transport, and ties the process's life to its engine's."""
     from vllm import ModelRegistry
 
+    from beam_rl.rollout.adapter import slot_rank
+
     compat.check_version(compat.installed()[1])
     process.follow_owner()
     if not compat.has_native_beam():
@@ -16,4 +18,6 @@ def register() -> None:
         from beam_rl.rollout.model import BeamForCausalLM
 
         ModelRegistry.register_model(compat.ARCHITECTURE, BeamForCausalLM)
+    compat.size_adapter_slots(slot_rank)
+    compat.repair_adapter_linear()
     compat.register_transfer_engine(TRANSFER_BACKEND, "beam_rl.rollout.sync.gloo_engine", "GlooWeightReceiver")

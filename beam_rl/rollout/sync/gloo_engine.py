@@ -4,6 +4,7 @@ An update is whole or it fails: `finish` refuses when a tensor of the checkpoint
 a mixture of two versions.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +66,18 @@ class GlooWeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
+        self.received.update(update_info.names)
+        self.model.load_weights((name, self._own(tensor)) for name, tensor in self._receive(update_info))
+
+    def receive_tensors(self, bucket: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """One bucket's tensors, valid until the next is received; for what isn't the model's own weights."""
+        return self._receive(self.parse_update_info(bucket))
+
+    def _receive(self, u: BucketInfo) -> Iterator[tuple[str, Tensor]]:
         if self.receiver is None:
             raise RuntimeError("a weight bucket before the engine joined the sync group")
-        u = update_info
         data = self.receiver.receive(u.nbytes, u.round, u.deadline_s)
-        entries = from_metadata(u.names, u.dtypes, u.shapes, u.offsets)
-        self.received.update(u.names)
-        self.model.load_weights((name, self._own(tensor)) for name, tensor in unpack(entries, data))
+        return unpack(from_metadata(u.names, u.dtypes, u.shapes, u.offsets), data)
 
     def _own(self, tensor: Tensor) -> Tensor:
         # vLLM's loader keeps references until a layer is complete, longer than the receive buffer lasts.
