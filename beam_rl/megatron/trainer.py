@@ -22,6 +22,7 @@ from beam_rl.megatron import checkpoint, compat, ranks
 from beam_rl.megatron.bridge import BeamCheckpoint
 from beam_rl.megatron.export import export_checkpoint
 from beam_rl.megatron.logprobs import token_logprobs
+from beam_rl.megatron.lora import AdaptedModel
 from beam_rl.megatron.model import BeamModel, build_chunks, config_from_hf, layout_fields
 from beam_rl.megatron.optimizer import make_optimizer, router_gradient_norm, set_lr, with_gradient_buffers
 from beam_rl.megatron.packing import Agreement, Pack, pack
@@ -62,6 +63,7 @@ class Trainer:
         self.config.finalize_model_grads_func = _finalize_gradients
         self.chunks: list[BeamModel] = [chunk.to(self.device) for chunk in build_chunks(self.config)]
         self.checkpoint.load_into(self.chunks)
+        self.adapted = self._add_adapter(hf.to_dict()) if settings.adapter else None
         self.ddp = [with_gradient_buffers(chunk, settings.optimizer.distributed) for chunk in self.chunks]
         self.optimizer = make_optimizer(self.ddp, settings.optimizer)
         self._reference: dict[str, Tensor] | None = None  # on the host
@@ -71,6 +73,12 @@ class Trainer:
         """What this rank holds of the model, where that is one chunk (there are no virtual stages)."""
         (chunk,) = self.chunks
         return chunk
+
+    def _add_adapter(self, hf: dict[str, Any]) -> AdaptedModel:
+        assert self.settings.adapter is not None
+        adapted = AdaptedModel(self.chunks, self.settings.adapter, hf)
+        adapted.start_new(self.settings.seed)
+        return adapted
 
     def close(self) -> None:
         """Leaves the group of ranks; the process may start another trainer."""
@@ -111,7 +119,16 @@ class Trainer:
         ]
 
     def score_reference(self, micro_batches: Sequence[MicroBatch]) -> list[Score]:
-        """The same under the frozen starting policy: the weights at `model_path`, also after a resume."""
+        """The same under the frozen starting policy: the weights at `model_path`, also after a resume.
+
+        With an adapter that is the model without it, whichever adapter the training started from.
+        """
+        if self.adapted:
+            self.adapted.switch(on=False)
+            try:
+                return self.score(micro_batches)
+            finally:
+                self.adapted.switch(on=True)
         live = self._weights_on_host()
         if self._reference is None:
             self.checkpoint.load_into(self.chunks)
@@ -203,9 +220,22 @@ class Trainer:
     # --- weights and state ---------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its HF name, one after the other, in its own dtype; all ranks call it and get them all."""
+        """Every weight by its HF name, one after the other, in its own dtype; all ranks call it and get them all.
+
+        An adapter is no part of them: with one they are those of the checkpoint.
+        """
         with torch.no_grad():
             yield from self.checkpoint.tensors_of(self.chunks)
+
+    def hf_adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's tensors by their HF names, as in `beam_rl.lora`, without those that repeat another one; all ranks
+        call it and get them all."""
+        assert self.adapted is not None
+        yield from self.adapted.hf_tensors()
+
+    def sync_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What an engine that has the starting policy needs to have this one: the adapter, or else every weight."""
+        yield from self.hf_adapter_tensors() if self.adapted else self.hf_tensors()
 
     def export(self, folder: Path) -> None:
         """Writes the policy as a HF checkpoint; all ranks call it, the first one writes.
