@@ -19,6 +19,7 @@ from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
 
 if TYPE_CHECKING:
     from beam_rl.engines import Engines
+    from beam_rl.megatron.settings import ExportForm
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class PolicyWorker:
     def load(self, folder: str) -> None:
         self.trainer.load(Path(folder))
 
-    def export(self, folder: str) -> None:
-        self.trainer.export(Path(folder))
+    def export(self, folder: str, form: "ExportForm") -> None:
+        self.trainer.export(Path(folder), form)
 
 
 class Policy:
@@ -202,8 +203,8 @@ class Policy:
     def load(self, folder: Path) -> None:
         self._all("load", str(folder))
 
-    def export(self, folder: Path) -> None:
-        self._all("export", str(folder))
+    def export(self, folder: Path, form: "ExportForm") -> None:
+        self._all("export", str(folder), form)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         """A mini-batch as padded micro-batches, equally many for each data-parallel replica."""

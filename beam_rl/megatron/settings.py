@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from beam_rl.lora import Adapter
 from beam_rl.recipe.tree import Optimizer, Parallel
 
+ExportForm = Literal["adapter", "merged", "full"]
+
 
 @dataclass(frozen=True)
 class TrainerSettings:
