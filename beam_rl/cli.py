@@ -137,11 +137,17 @@ def export(
         Path, typer.Argument(metavar="CHECKPOINT", help="runs/<name>/checkpoints/step_N, or runs/<name> for the last.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter, for PEFT and vLLM.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="All weights, with what the adapter adds.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="All weights of a run without an adapter.")] = False,
 ) -> None:
-    """Write a checkpoint's weights as an HF folder that transformers and vLLM load."""
+    """Write a checkpoint as an HF folder that transformers and vLLM load: the adapter, where the run trains one."""
     from beam_rl.start import run_export
 
-    run_export(checkpoint, out)
+    asked = [form for form, wanted in (("adapter", adapter), ("merged", merged), ("full", full)) if wanted]
+    if len(asked) > 1:
+        raise InputError(f"--{asked[0]} and --{asked[1]}: name one form")
+    run_export(checkpoint, out, asked[0] if asked else None)
     typer.echo(f"written to {out}")
 
 

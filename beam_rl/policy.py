@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from beam_rl.layout import cut_routes, even_out, pad, place_of
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
 from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
+
+if TYPE_CHECKING:
+    from beam_rl.megatron.settings import ExportForm
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,8 @@ class PolicyWorker:
     def load(self, folder: str) -> None:
         self.trainer.load(Path(folder))
 
-    def export(self, folder: str) -> None:
-        self.trainer.export(Path(folder))
+    def export(self, folder: str, form: "ExportForm") -> None:
+        self.trainer.export(Path(folder), form)
 
 
 class Policy:
@@ -201,8 +204,8 @@ class Policy:
     def load(self, folder: Path) -> None:
         self._all("load", str(folder))
 
-    def export(self, folder: Path) -> None:
-        self._all("export", str(folder))
+    def export(self, folder: Path, form: "ExportForm") -> None:
+        self._all("export", str(folder), form)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         """A mini-batch as padded micro-batches, equally many for each data-parallel replica."""

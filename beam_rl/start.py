@@ -75,8 +75,11 @@ def run_parity(source: Path, overrides: Iterable[str]) -> Comparison:
         return check(recipe, prepare(recipe, console), folder, console)
 
 
-def run_export(path: Path, out: Path) -> None:
-    """Loads a checkpoint into the trainer's layout and writes its weights as an HF folder."""
+def run_export(path: Path, out: Path, form: str | None = None) -> None:
+    """Loads a checkpoint into the trainer's layout and writes an HF folder.
+
+    form: "adapter", "merged" or "full"; default: the adapter where the run trains one, else all weights.
+    """
     from beam_rl.cluster import ray_session  # before Ray, which reads the environment that it sets
     from beam_rl.inputs import find_model
     from beam_rl.policy import Policy
@@ -86,6 +89,7 @@ def run_export(path: Path, out: Path) -> None:
         raise InputError(f"{out}: exists already; name a new folder")
     checkpoint = checkpoint_at(path)
     recipe = load(checkpoint.path.parents[1] / "recipe.yaml")
+    chosen = _export_form(form, recipe)
     with Console(0, file=sys.stderr) as console, scratch() as logs:
         model = find_model(recipe, console)
         with ray_session(recipe.cluster.address, logs), Policy(recipe, model) as policy:
@@ -93,7 +97,7 @@ def run_export(path: Path, out: Path) -> None:
                 policy.wait_ready()
             with console.phase("exporting", once=True):
                 policy.load(checkpoint.path)
-                policy.export(out)
+                policy.export(out, chosen)
 
 
 @contextlib.contextmanager
@@ -101,6 +105,16 @@ def scratch() -> Iterator[Path]:
     """A folder for caches and logs that nobody will ask for."""
     with tempfile.TemporaryDirectory(prefix="beam-rl-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
+
+
+def _export_form(asked: str | None, recipe: Recipe) -> Any:
+    if recipe.model.lora is None:
+        if asked in ("adapter", "merged"):
+            raise InputError(f"--{asked}: this run trains all weights (it has no model.lora); use --full")
+        return "full"
+    if asked == "full":
+        raise InputError("--full: this run trains an adapter (it has model.lora); use --adapter or --merged")
+    return asked or "adapter"
 
 
 def _resume(option: str | None) -> Literal["auto"] | Path | None:

@@ -1,5 +1,6 @@
 """Saves and restores a training state: weights, FP32 main parameters, Adam's moments and step, random states.
 
+Frozen weights are left out: they come from the checkpoint that training started from, and a file says which that is.
 Every value is written once, as a part of a global tensor, in torch's distributed-checkpoint format: Megatron says which
 part of which weight a rank holds, and the distributed optimizer which part of that. So another parallel layout can read
 it back. No file holds pickled
@@ -8,6 +9,7 @@ Knows nothing about HF checkpoints or about where a run keeps its folders.
 """
 
 import io
+import json
 import math
 import pickle
 from collections import defaultdict
@@ -37,29 +39,37 @@ from beam_rl.megatron.model import BeamModel
 from beam_rl.megatron.optimizer import get_step, is_distributed, parameter_state, set_step
 
 _STEP = "optimizer.step"
+_ADAPTER = "adapter.json"
+About = dict[str, Any]  # an adapter's base model and shape, as JSON
 
 
-def save(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> None:
-    """Writes the state of all ranks into `folder`; every rank calls it. Complete when it returns."""
+def save(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer, adapter: About | None) -> None:
+    """Writes the state of all ranks into `folder`; every rank calls it. Complete when it returns.
+
+    adapter: of a model with an adapter, its "base" and its "shape": what the state means nothing without.
+    """
     pieces = {key: [p for p in found if p.written_here] for key, found in _pieces(models, optimizer).items()}
     state: dict[str, Any] = {key: _for_torch(found) for key, found in pieces.items() if found}
     state |= _random_states()
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
+        if adapter:
+            (folder / _ADAPTER).write_text(json.dumps(adapter, indent=1) + "\n")
         state[_STEP] = torch.tensor(get_step(optimizer))
     dist.barrier()
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=1))
 
 
 @torch.no_grad()
-def load(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> None:
+def load(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer, adapter: About | None) -> None:
     """Reads back what `save` wrote, in place; every rank calls it.
 
     Raises:
-        InputError: the folder holds no complete checkpoint, or one of another model.
+        InputError: the folder holds no complete checkpoint, or one of another model, base or adapter.
     """
     if not (folder / ".metadata").is_file():
         raise InputError(f"{folder} holds no complete trainer checkpoint")
+    _check_adapter(folder, adapter)
     reader = _Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
     pieces = _pieces(models, optimizer)
@@ -85,18 +95,20 @@ class Piece:
 
 def _pieces(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> dict[str, list[Piece]]:
     """What this rank holds, by the global tensor's name: weights whole or in Megatron's shards, and the optimizer's
-    part of each shard."""
+    part of each shard. Of a model with frozen weights only the others."""
     layout = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": True,
     }
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for model in models:
+        parameters = dict(model.named_parameters())
         shards = _shards(model, layout)
+        if not all(parameter.requires_grad for parameter in parameters.values()):
+            shards = {name: found for name, found in shards.items() if _trained(parameters.get(name))}
         for shard in (shard for found in shards.values() for shard in found):
             whole = Piece(shard.data.detach(), tuple(shard.global_offset), tuple(shard.global_shape), _is_main(shard))
             pieces[f"model.{shard.key}"].append(whole)
-        parameters = dict(model.named_parameters())
         for kind, name, flat, start in parameter_state(model, optimizer):
             for shard in shards[name]:
                 # Gate and up are one parameter in the model and two tensors here: views of it, one after the other.
@@ -108,6 +120,10 @@ def _pieces(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> dict[s
                     )
                     pieces[f"optimizer.{kind}.{shard.key}"].append(piece)
     return dict(pieces)
+
+
+def _trained(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
 
 
 def _shards(model: BeamModel, layout: dict[str, Any]) -> dict[str, list[ShardedTensor]]:
@@ -171,6 +187,18 @@ def _for_torch(pieces: list[Piece]) -> LocalShardsContainer:
         for piece in pieces
     ]
     return LocalShardsContainer([CheckpointableShardedTensor.from_sh_ten(shard) for shard in shards])
+
+
+def _check_adapter(folder: Path, adapter: About | None) -> None:
+    stored = json.loads((folder / _ADAPTER).read_text()) if (folder / _ADAPTER).is_file() else None
+    if stored is None or adapter is None:
+        if stored is not adapter:
+            kinds = ("all weights", "an adapter") if stored is None else ("an adapter", "all weights")
+            raise InputError(f"{folder} holds {kinds[0]}, but with this recipe's model.lora the trainer has {kinds[1]}")
+    elif stored["base"] != adapter["base"]:
+        raise InputError(f"{folder} holds an adapter of another base model: model.path has changed since")
+    elif stored["shape"] != json.loads(json.dumps(adapter["shape"])):
+        raise InputError(f"{folder} holds another adapter ({stored['shape']}): model.lora has changed since")
 
 
 def _check_shapes(folder: Path, pieces: dict[str, list[Piece]], stored: dict[str, Any]) -> None:

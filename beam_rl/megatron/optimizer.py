@@ -27,6 +27,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def with_gradient_buffers(model: BeamModel, distributed: bool) -> DistributedDataParallel:
     """Wraps the model: gradients accumulate in FP32 buffers, the router's apart, and are summed over DP ranks.
 
+    A frozen parameter has none of all that is here: no gradient buffer, main parameter or moments.
+
     distributed: as the optimizer; each rank then gets its own part of the sum only.
     """
     settings = DistributedDataParallelConfig(
@@ -35,7 +37,7 @@ def with_gradient_buffers(model: BeamModel, distributed: bool) -> DistributedDat
     parts: dict[str, Any] = {}
     if distributed:
         parts["full_param_layout"] = DistributedOptimizer.compute_full_param_layout(
-            list(model.parameters()),
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
             None,
             parallel_state.get_data_parallel_world_size(with_context_parallel=True),
             settings,
@@ -116,7 +118,7 @@ def owned(model: nn.Module, optimizer: MegatronOptimizer) -> dict[nn.Parameter, 
     if parts:
         mine = {p: Owned(main, start) for part in parts for p, main, start in compat.optimizer_shards(part)}
         return {p: mine[p] for p in model.parameters() if p in mine}
-    return {p: Owned(getattr(p, "main_param", p), 0) for p in model.parameters()}
+    return {p: Owned(getattr(p, "main_param", p), 0) for p in model.parameters() if p.requires_grad}
 
 
 def parameter_state(model: nn.Module, optimizer: MegatronOptimizer) -> Iterator[tuple[str, str, Tensor, int]]:

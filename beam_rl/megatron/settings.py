@@ -6,7 +6,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from beam_rl.lora import Adapter
 from beam_rl.recipe.tree import Optimizer, Parallel
+
+ExportForm = Literal["adapter", "merged", "full"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class TrainerSettings:
     parallel: Parallel
     recompute: Literal["none", "selective", "full"] = "none"
     chunk_tokens: int = 1024  # tokens whose FP32 logits exist at one time
+    adapter: Adapter | None = None  # train this and leave the checkpoint's weights as they are; None: train them all
+    adapter_folder: str | None = None  # the HF adapter to start from; None: a new one, which adds nothing
 
 
 @dataclass(frozen=True)

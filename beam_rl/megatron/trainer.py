@@ -6,6 +6,7 @@ injected. Knows nothing about Ray, vLLM, rewards or recipes.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,20 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from beam_rl.adapter_files import merged, read_adapter, write_adapter
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
 from beam_rl.errors import InputError
 from beam_rl.layout import PADDING, check_layout, place_of, routed_rows
+from beam_rl.lora import Adapter
 from beam_rl.megatron import checkpoint, compat, ranks
 from beam_rl.megatron.bridge import BeamCheckpoint
 from beam_rl.megatron.export import export_checkpoint
 from beam_rl.megatron.logprobs import token_logprobs
+from beam_rl.megatron.lora import AdaptedModel
 from beam_rl.megatron.model import BeamModel, build_chunks, config_from_hf, layout_fields
 from beam_rl.megatron.optimizer import make_optimizer, router_gradient_norm, set_lr, with_gradient_buffers
 from beam_rl.megatron.packing import Agreement, Pack, pack
-from beam_rl.megatron.settings import Score, TrainerSettings
+from beam_rl.megatron.settings import ExportForm, Score, TrainerSettings
 from beam_rl.samples import MicroBatch
 
 compat.require_installed()
@@ -42,12 +46,14 @@ class Trainer:
         Args:
             model_path: a folder with a Beam checkpoint in HF format. master: "host:port" where the ranks meet.
         Raises:
-            InputError: not a Beam checkpoint. ValueError: `world_size` does not fit `settings.parallel`.
+            InputError: not a Beam checkpoint, or not an adapter for it.
+            ValueError: `world_size` does not fit `settings.parallel`.
         """
         self.settings = settings
         self.checkpoint = BeamCheckpoint(model_path)
         hf = self.checkpoint.config
-        for problem in check_layout(hf.to_dict(), settings.parallel):
+        self.hf: dict[str, Any] = hf.to_dict()
+        for problem in check_layout(self.hf, settings.parallel):
             raise InputError(problem)
         self.device = ranks.start_process(settings)
         ranks.join(settings, rank, world_size, master)
@@ -62,6 +68,7 @@ class Trainer:
         self.config.finalize_model_grads_func = _finalize_gradients
         self.chunks: list[BeamModel] = [chunk.to(self.device) for chunk in build_chunks(self.config)]
         self.checkpoint.load_into(self.chunks)
+        self.adapted = self._adapted(settings.adapter) if settings.adapter else None
         self.ddp = [with_gradient_buffers(chunk, settings.optimizer.distributed) for chunk in self.chunks]
         self.optimizer = make_optimizer(self.ddp, settings.optimizer)
         self._reference: dict[str, Tensor] | None = None  # on the host
@@ -71,6 +78,17 @@ class Trainer:
         """What this rank holds of the model, where that is one chunk (there are no virtual stages)."""
         (chunk,) = self.chunks
         return chunk
+
+    def _adapted(self, adapter: Adapter) -> AdaptedModel:
+        """Puts the adapter on the model: a new one, or the one that the settings name."""
+        start = self.settings.adapter_folder
+        tensors = read_adapter(Path(start), adapter, self.hf) if start is not None else None
+        adapted = AdaptedModel(self.chunks, adapter, self.hf)
+        if tensors is None:
+            adapted.start_new(self.settings.seed)
+        else:
+            adapted.load(tensors)
+        return adapted
 
     def close(self) -> None:
         """Leaves the group of ranks; the process may start another trainer."""
@@ -111,7 +129,16 @@ class Trainer:
         ]
 
     def score_reference(self, micro_batches: Sequence[MicroBatch]) -> list[Score]:
-        """The same under the frozen starting policy: the weights at `model_path`, also after a resume."""
+        """The same under the frozen starting policy: the weights at `model_path`, also after a resume.
+
+        With an adapter that is the model without it, whichever adapter the training started from.
+        """
+        if self.adapted:
+            self.adapted.switch(on=False)
+            try:
+                return self.score(micro_batches)
+            finally:
+                self.adapted.switch(on=True)
         live = self._weights_on_host()
         if self._reference is None:
             self.checkpoint.load_into(self.chunks)
@@ -203,30 +230,62 @@ class Trainer:
     # --- weights and state ---------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its HF name, one after the other, in its own dtype; all ranks call it and get them all."""
+        """Every weight by its HF name, one after the other, in its own dtype; all ranks call it and get them all.
+
+        An adapter is no part of them: with one they are those of the checkpoint.
+        """
         with torch.no_grad():
             yield from self.checkpoint.tensors_of(self.chunks)
 
-    def export(self, folder: Path) -> None:
-        """Writes the policy as a HF checkpoint; all ranks call it, the first one writes.
+    def hf_adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's tensors by their HF names, as in `beam_rl.lora`, without those that repeat another one; all ranks
+        call it and get them all."""
+        assert self.adapted is not None
+        yield from self.adapted.hf_tensors()
 
+    def sync_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What an engine that has the starting policy needs to have this one: the adapter, or else every weight."""
+        yield from self.hf_adapter_tensors() if self.adapted else self.hf_tensors()
+
+    def export(self, folder: Path, form: ExportForm = "full") -> None:
+        """Writes the policy as HF files; all ranks call it, the first one writes.
+
+        Args:
+            form: "full": every weight, without an adapter; "merged": every weight with what the adapter adds; "adapter":
+                a folder that PEFT and vLLM load.
         Raises:
             InputError: the folder exists and is not empty.
         """
-        if dist.get_rank() == 0:
-            export_checkpoint(self.hf_tensors(), self.checkpoint.folder, folder, self.config.params_dtype)
-        else:
-            for _ in self.hf_tensors():
+        tensors = self.hf_adapter_tensors() if form == "adapter" else self.hf_tensors()
+        adapter = self.settings.adapter
+        if form == "merged":
+            assert adapter is not None
+            added = {name: tensor.cpu() for name, tensor in self.hf_adapter_tensors()}
+            tensors = merged(tensors, added, adapter, self.hf) if dist.get_rank() == 0 else tensors
+        if dist.get_rank() != 0:
+            for _ in tensors:
                 pass
+        elif form == "adapter":
+            assert adapter is not None
+            write_adapter(tensors, adapter, self.hf, folder, str(self.checkpoint.folder))
+        else:
+            export_checkpoint(tensors, self.checkpoint.folder, folder, self.config.params_dtype)
         dist.barrier()
 
     def save(self, folder: Path) -> None:
-        """Writes what a resumed run needs to go on as if nothing had happened; all ranks call it."""
-        checkpoint.save(folder, self.chunks, self.optimizer)
+        """Writes what a resumed run needs to go on as if nothing had happened; all ranks call it.
+
+        With an adapter, that is the adapter's state, and which checkpoint and shape it belongs to.
+        """
+        checkpoint.save(folder, self.chunks, self.optimizer, self._adapter_about())
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote; all ranks call it. InputError if the folder does not fit this model."""
-        checkpoint.load(folder, self.chunks, self.optimizer)
+        checkpoint.load(folder, self.chunks, self.optimizer, self._adapter_about())
+
+    def _adapter_about(self) -> dict[str, Any] | None:
+        adapter = self.settings.adapter
+        return {"base": self.checkpoint.identity(), "shape": asdict(adapter)} if adapter else None
 
     def _weights_on_host(self) -> dict[str, Tensor]:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._weights()}

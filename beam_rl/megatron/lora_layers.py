@@ -1,0 +1,116 @@
+"""Megatron-Bridge's LoRA on one of Megatron's linear layers: W·x + alpha/rank · B·(A·x), on a rank's part of W.
+
+Over the ranks that share W, A is cut along the rank (column-parallel W) or the inputs (row-parallel W), and B along the
+outputs. Where Bridge's classes don't fit a Beam, or are wrong, they are amended here. Knows nothing about which layers
+have an adapter, or about HF names.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.bridge.peft.lora_layers import LoRALinear
+from megatron.bridge.peft.utils import (
+    GroupedExpertLinearAdapter,
+    ParallelLinearAdapter,
+    get_adapter_attributes_from_linear,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from torch import Tensor, nn
+
+
+class AdaptedLinear(LoRALinear):
+    """Bridge's, with the input in the weights' dtype: a down projection of ours gets FP32 and rounds it itself."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        return super().forward(x.to(self.to_wrap.config.params_dtype), *args, **kwargs)
+
+
+class _WholeHidden(nn.Module):
+    """A·x of an expert that several ranks share, between Bridge's two projections (in the place of an activation).
+
+    Megatron leaves it to the token dispatcher to sum an expert's outputs and input gradients over those ranks, so its
+    expert linears sum nothing. Bridge 0.6 counts on them to: the hidden values of a down projection would stay a part
+    of the sum, and the gradient of A would miss the other ranks' outputs.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, partial: bool) -> None:
+        super().__init__()
+        self.group, self.partial = group, partial
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.partial:
+            hidden = reduce_from_tensor_model_parallel_region(hidden, self.group)
+        return copy_to_tensor_model_parallel_region(hidden, self.group)
+
+
+def _own_columns(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A rank's part of the outputs among zeros: the dispatcher's sum over the ranks puts the parts together."""
+    before, after = group.rank(), group.size() - 1 - group.rank()
+    return F.pad(part, (before * part.size(-1), after * part.size(-1)))
+
+
+class ExpertAdapter(ParallelLinearAdapter):
+    """Bridge's adapter of one expert, right also where several ranks share the expert."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, is_expert=True, **kwargs)
+        self.activation = _WholeHidden(self.tp_group, self.input_is_parallel)
+        self.linear_out.gather_output = False
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = super().forward(x, *args, **kwargs)
+        return _own_columns(out, self.tp_group) if self.input_is_parallel else out
+
+
+class GroupedExpertAdapter(GroupedExpertLinearAdapter):
+    """The same for the experts that Transformer Engine computes together."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = _WholeHidden(self.expert_tp_group, self.input_is_parallel)
+
+    def _gather_along_last_dim(self, tensor: Tensor) -> Tensor:
+        if self.input_is_parallel:
+            return _own_columns(tensor, self.expert_tp_group)
+        return gather_from_tensor_model_parallel_region(tensor, self.expert_tp_group)  # Bridge's has no gradient
+
+
+def adapted(linear: nn.Module, name: str, rank: int, alpha: float) -> AdaptedLinear:
+    """A Megatron linear layer with an adapter on top. `name`: its last is the module's own, "mlp.experts" an expert's.
+
+    We choose rank and alpha here: Bridge's `LoRA` would keep alpha for experts of rank / top-k, whose scale would then be
+    top-k times that of the dense modules, and would round an expert's rank up to a multiple of the ranks that share it.
+    """
+    expert = "mlp.experts" in name
+    about = get_adapter_attributes_from_linear(linear, is_expert=expert)
+    options: dict[str, Any] = dict(
+        base_linear_name=name,
+        activation="identity",
+        column_init_method="zero",  # whoever adds adapters gives A its values
+        row_init_method="zero",
+        input_is_parallel=about.input_is_parallel,
+        model_parallel_config=linear.config,
+        alpha=alpha,
+        base_linear_is_parallel=about.base_linear_is_parallel,
+    )
+    sizes = (about.in_features, about.out_features, rank)
+    initialized = linear.config.perform_initialization
+    if expert and "local_experts" not in name:
+        first = next(linear.parameters())
+        adapter: nn.Module = GroupedExpertAdapter(
+            *sizes, num_local_experts=linear.num_gemms, params_device=first.device, params_dtype=first.dtype, **options
+        )
+    else:
+        adapter = (ExpertAdapter if expert else ParallelLinearAdapter)(
+            *sizes,
+            disable_tensor_parallel_comm=about.disable_tensor_parallel_comm,
+            disable_sequence_parallel_comm=about.disable_sequence_parallel_comm,
+            **options,
+        )
+    linear.config.perform_initialization = initialized  # Bridge turns it on for good
+    return AdaptedLinear(linear, adapter)
