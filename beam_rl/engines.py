@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from beam_rl.inputs import adapter_for
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Completion, Request
@@ -44,11 +45,11 @@ class Engines:
 
         ray.get([a.begin_update.remote() for a in self.actors], timeout=self.recipe.sync.deadline_s)
 
-    def finish_update(self, version: int) -> None:
-        """Closes it: every engine has all the tensors and serves `version`."""
+    def finish_update(self, version: int) -> list[str | None]:
+        """Closes it: every engine has all the tensors and serves `version`. What each says of the adapter it holds."""
         import ray
 
-        ray.get([a.finish_update.remote(version) for a in self.actors], timeout=self.recipe.sync.deadline_s)
+        return ray.get([a.finish_update.remote(version) for a in self.actors], timeout=self.recipe.sync.deadline_s)
 
     def generate(
         self, groups: Sequence[Sequence[Request]], on_progress: Callable[[int], None] | None = None
@@ -107,4 +108,5 @@ class Engines:
             host="127.0.0.1",
             log_dir=str(self.logs),
             name=f"engine-{index}",
+            adapter=adapter_for(self.recipe, self.model_path),
         )

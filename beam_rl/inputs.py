@@ -10,6 +10,7 @@ from typing import Any
 from beam_rl.data import PromptStream, read_prompts
 from beam_rl.errors import InputError
 from beam_rl.layout import check_layout
+from beam_rl.lora import Adapter, adapter_of
 from beam_rl.recipe.tree import DataSource, Recipe
 from beam_rl.samples import Prompt
 from beam_rl.step import Display
@@ -39,6 +40,7 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     """
     path = find_model(recipe, display)
     config = check_beam(path)
+    adapter_for(recipe, path)
     from transformers import AutoTokenizer
 
     try:
@@ -106,6 +108,17 @@ def check_beam(path: Path) -> dict[str, Any]:
     if not list(path.glob("*.safetensors")):
         raise InputError(f"model.path = {path}: has no .safetensors files")
     return config
+
+
+def adapter_for(recipe: Recipe, model_path: Path) -> Adapter | None:
+    """The adapter that the recipe trains on that checkpoint; InputError if its rank does not fit, None for all weights."""
+    if recipe.model.lora is None:
+        return None
+    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    try:
+        return adapter_of(recipe.model.lora, config["num_experts_per_tok"])
+    except ValueError as e:
+        raise InputError(str(e)) from None
 
 
 def check_length(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:

@@ -180,6 +180,8 @@ class Loop:
             return
         self.saved = self.state.step
         with self.report.phase("saving"):
+            if self.recipe.model.lora:
+                self.run.adapter(self.state.step, partial(self.policy.export, form="adapter"))
             save = partial(self.policy.save, timeout_s=timeout_s)
             self.run.checkpoint(self.state.step, save, asdict(self.state), self.eval_score)
 

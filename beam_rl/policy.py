@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from beam_rl.inputs import adapter_for
 from beam_rl.layout import cut_routes, even_out, pad, place_of
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
@@ -19,6 +20,15 @@ from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
 
 if TYPE_CHECKING:
     from beam_rl.megatron.settings import ExportForm
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a weight sync has sent."""
+
+    bytes: int = 0
+    buckets: int = 0
+    checksum: str | None = None  # of the adapter, as an engine that got all of it holds it; None for all weights
 
 
 @dataclass(frozen=True)
@@ -99,17 +109,20 @@ class PolicyWorker:
         """Returns when every engine has joined; `joining` are the engines' own calls."""
         self.sender.connect([ref.future() for ref in joining])
 
-    def send_weights(self, engines: Sequence[Any], bucket_bytes: int) -> tuple[int, int]:
-        """Streams all weights to the engines; every rank takes part in gathering, rank 0 sends. (bytes, buckets)."""
-        tensors = self.trainer.hf_tensors()
+    def send_weights(self, engines: Sequence[Any], bucket_bytes: int) -> Sent:
+        """Streams the adapter or all weights to the engines; every rank takes part in gathering, rank 0 sends."""
+        tensors = self.trainer.sync_tensors()
         if self.rank != 0:
             for _ in tensors:
                 pass
-            return 0, 0
+            return Sent()
+        watch = self.trainer.sent_checksum()
         stats = self.sender.send(
-            tensors, bucket_bytes, lambda bucket: [e.update.remote(bucket).future() for e in engines]
+            watch.watch(tensors) if watch else tensors,
+            bucket_bytes,
+            lambda bucket: [e.update.remote(bucket).future() for e in engines],
         )
-        return stats.bytes, stats.buckets
+        return Sent(stats.bytes, stats.buckets, watch.value() if watch else None)
 
     def save(self, folder: str) -> None:
         self.trainer.save(Path(folder))
@@ -136,7 +149,12 @@ class Policy:
 
         worker: Any = ray.remote(num_cpus=1)(PolicyWorker)
         self.workers: list[Any] = [worker.remote(self.recipe.algorithm, rank) for rank in range(len(self.places))]
-        start = (str(self.model_path), _settings(self.recipe), len(self.places), f"127.0.0.1:{free_port()}")
+        start = (
+            str(self.model_path),
+            _settings(self.recipe, self.model_path),
+            len(self.places),
+            f"127.0.0.1:{free_port()}",
+        )
         self.starting = [w.start.remote(*start) for w in self.workers]
         return self
 
@@ -194,8 +212,8 @@ class Policy:
 
         ray.get(self.workers[0].connect_sync.remote(joining))
 
-    def send_weights(self, engines: Sequence[Any], bucket_bytes: int) -> tuple[int, int]:
-        """Streams all weights to the engines' actors: (bytes, buckets)."""
+    def send_weights(self, engines: Sequence[Any], bucket_bytes: int) -> Sent:
+        """Streams what the policy trains to the engines' actors."""
         return self._all("send_weights", engines, bucket_bytes)[0]
 
     def save(self, folder: Path, timeout_s: float | None = None) -> None:
@@ -225,7 +243,7 @@ class Policy:
         return ray.get(calls, timeout=timeout_s)
 
 
-def _settings(recipe: Recipe) -> Any:
+def _settings(recipe: Recipe, model_path: Path) -> Any:
     from beam_rl.megatron.settings import TrainerSettings
 
     t = recipe.trainer
@@ -240,6 +258,8 @@ def _settings(recipe: Recipe) -> Any:
         parallel=t.parallel,
         recompute=t.recompute,
         chunk_tokens=t.logprob_chunk_tokens,
+        adapter=adapter_for(recipe, model_path),
+        adapter_folder=recipe.model.lora.adapter if recipe.model.lora else None,
     )
 
 

@@ -1,6 +1,6 @@
 """A run's folder: what a run leaves behind, complete or absent, never half.
 
-    recipe.yaml · metrics.jsonl · samples/step_N.jsonl · checkpoints/step_N/ · log.txt
+    recipe.yaml · metrics.jsonl · samples/step_N.jsonl · checkpoints/step_N/ · adapters/step_N/ · log.txt
 
 Whatever moment the process is killed at or the disk fills up, the folder can be opened again and holds the last
 complete checkpoint with the metrics up to it. Knows nothing about what a checkpoint contains: the caller writes into a
@@ -187,6 +187,13 @@ class Run:
         self._prune()
         return Checkpoint(target, step, score, state)
 
+    def adapter(self, step: int, write: Callable[[Path], None]) -> None:
+        """Writes adapters/step_N, before the step's checkpoint, with which it is kept or removed. `write` fills a folder.
+
+        Raises RunError as `checkpoint` does.
+        """
+        self._write_folder(self.folder / "adapters" / f"step_{step}", write)
+
     def checkpoints(self) -> list[Checkpoint]:
         """All complete ones, oldest first."""
         return checkpoints(self.folder)
@@ -219,6 +226,7 @@ class Run:
                 continue
             try:
                 remove_folder(old.path)
+                remove_folder(self.folder / "adapters" / old.path.name)
             except OSError as error:
                 LOGGER.warning("can't remove %s: %s", old.path, error.strerror)
 
@@ -396,6 +404,7 @@ def _prepare(folder: Path, recipe: Json, source: Checkpoint | None) -> Path | No
     )
     for parent in ("checkpoints", "samples"):
         (folder / parent).mkdir(exist_ok=True)
+    for parent in ("checkpoints", "samples", "adapters"):
         for leftover in (folder / parent).glob(".step_*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     last = source.step if source else -1

@@ -30,15 +30,20 @@ class WeightSync:
         self._connected = False
 
     def load(self, version: int) -> SyncReport:
-        """Brings the trainer's weights into every engine, bucket by bucket; from then on all serve `version`."""
+        """Brings the trainer's weights into every engine, bucket by bucket; from then on all serve `version`.
+
+        With `model.lora` that is the adapter alone, and each engine proves by a checksum that it holds what was sent.
+        """
         start = time.perf_counter()
         if not self._connected:
             self._connect()
             self._connected = True
         self.engines.begin_update()
-        nbytes, buckets = self.policy.send_weights(self.engines.actors, self.settings.bucket_bytes)
-        self.engines.finish_update(version)
-        return SyncReport(time.perf_counter() - start, nbytes, buckets, version)
+        sent = self.policy.send_weights(self.engines.actors, self.settings.bucket_bytes)
+        for i, held in enumerate(self.engines.finish_update(version)):
+            if held != sent.checksum:
+                raise RuntimeError(f"weight sync {version}: engine {i} holds another adapter than the trainer has sent")
+        return SyncReport(time.perf_counter() - start, sent.bytes, sent.buckets, version)
 
     def _connect(self) -> None:
         """Joins the trainer's first rank and every engine into one group."""

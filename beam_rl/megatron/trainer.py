@@ -18,6 +18,7 @@ from torch import Tensor
 
 from beam_rl.adapter_files import merged, read_adapter, write_adapter
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
+from beam_rl.checksum import SentChecksum
 from beam_rl.errors import InputError
 from beam_rl.layout import PADDING, check_layout, place_of, routed_rows
 from beam_rl.lora import Adapter
@@ -246,6 +247,11 @@ class Trainer:
     def sync_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What an engine that has the starting policy needs to have this one: the adapter, or else every weight."""
         yield from self.hf_adapter_tensors() if self.adapted else self.hf_tensors()
+
+    def sent_checksum(self) -> SentChecksum | None:
+        """What works out the checksum that an engine will have of `sync_tensors`; None without an adapter."""
+        adapter = self.settings.adapter
+        return SentChecksum(adapter, self.hf, DTYPES[self.settings.precision]) if adapter else None
 
     def export(self, folder: Path, form: ExportForm = "full") -> None:
         """Writes the policy as HF files; all ranks call it, the first one writes.
