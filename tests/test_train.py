@@ -3,7 +3,6 @@
 One run of four steps is the measure of all others: interrupted and resumed, exported, out of disk.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -12,19 +11,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
+import runs
 import torch
 from rollout_fixtures import Reference
+from runs import finish, left_behind, metrics, samples, wait_for_step
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "recipes" / "tiny_cpu.yaml"
 STEPS = 4
-MARK = "BEAM_RL_TEST_RUN"  # environment variable by which a test finds every process of its run
 OVERRIDES = [
     f"trainer.steps={STEPS}",
     "trainer.deterministic=true",
@@ -35,59 +35,7 @@ OVERRIDES = [
 ]
 
 
-def start(out: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "beam_rl.cli", "train", str(TINY), *OVERRIDES, *more, "--out", str(out)]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {MARK: str(out)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a test run in the background ignores
-    )
-
-
-def finish(process: subprocess.Popen[str], out: Path, code: int = 0) -> tuple[str, str]:
-    """stdout and stderr of a run that must end with `code` and leave no process behind."""
-    stdout, stderr = process.communicate(timeout=500)
-    assert process.returncode == code, f"{stdout}\n{stderr}"
-    assert not left_behind(out, 10)
-    return stdout, stderr
-
-
-def left_behind(out: Path, patience_s: float) -> list[psutil.Process]:
-    """Processes that carry the run's mark in their environment, which every child inherits."""
-    end = time.monotonic() + patience_s
-    while True:
-        alive = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == str(out) and process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(process)
-        if not alive or time.monotonic() > end:
-            return alive
-        time.sleep(0.2)
-
-
-def run(out: Path, *more: str, code: int = 0) -> tuple[str, str]:
-    return finish(start(out, *more), out, code)
-
-
-def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def samples(run: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (run / "samples" / f"step_{step}.jsonl").read_text().splitlines()]
-
-
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 400
-    while time.monotonic() < end and process.poll() is None:
-        if (run / "metrics.jsonl").exists() and any(line["step"] >= step for line in metrics(run)):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} did not come: {process.communicate()}")
+start, run = partial(runs.start, TINY, OVERRIDES), partial(runs.run, TINY, OVERRIDES)
 
 
 @pytest.fixture(scope="module")
