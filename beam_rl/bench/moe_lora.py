@@ -159,6 +159,10 @@ def model_config(case: Case) -> dict[str, Any]:
         "num_experts_per_tok": case.top_k,
         "n_group": 8,
         "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 4096,
         "eos_token_id": EOS,
     }
 
