@@ -76,6 +76,16 @@ def all_layers_have_the_largest_rank() -> bool:
     return [f.name for f in fields(LoRAConfig) if "rank" in f.name] == ["max_lora_rank"]
 
 
+def allowed_rank_is_the_least_that_fits() -> bool:
+    """True if every adapter gets the least `max_lora_rank` that vLLM takes for it, and one too large an error."""
+    found = [compat.allowed_rank(rank) for rank in (1, 2, 8, 12, 64, 400)]
+    try:
+        compat.allowed_rank(600)
+    except ValueError as error:
+        return found == [1, 8, 8, 16, 64, 512] and "rank 600: vLLM has room for rank 512 at most" in str(error)
+    return False
+
+
 def adapters_choose_a_gpu_kernel_for_experts() -> bool:
     """True if vLLM picks Triton for experts with adapters on a CPU."""
     moe = FusedMoEFactory(num_experts=4, top_k=2, hidden_size=64, intermediate_size=32, prefix="lora.experts")
@@ -94,6 +104,7 @@ if __name__ == "__main__":
             base_tokens_get_the_last_adapter,
             repaired_linear_leaves_base_tokens_alone,
             all_layers_have_the_largest_rank,
+            allowed_rank_is_the_least_that_fits,
             adapters_choose_a_gpu_kernel_for_experts,
         ]
         print(json.dumps({fault.__name__: fault() for fault in faults}))

@@ -42,6 +42,10 @@ def test_vllm_still_has_one_adapter_rank_for_all_layers(faults: dict[str, bool])
     assert faults["all_layers_have_the_largest_rank"]
 
 
+def test_an_adapter_gets_the_least_rank_that_vllm_takes_for_it(faults: dict[str, bool]) -> None:
+    assert faults["allowed_rank_is_the_least_that_fits"]
+
+
 def test_vllm_still_wants_a_gpu_for_experts_with_adapters(faults: dict[str, bool]) -> None:
     """When this fails, `compat.plain_expert_method` need not hide adapters any more."""
     assert faults["adapters_choose_a_gpu_kernel_for_experts"]

@@ -7,5 +7,6 @@ help, and it ends in `show`. Importing this package starts neither torch nor Meg
 from collections.abc import Callable
 
 from beam_rl.bench.logprob import logprob
+from beam_rl.bench.moe_lora import moe_lora
 
-BENCHES: dict[str, Callable[..., None]] = {"logprob": logprob}
+BENCHES: dict[str, Callable[..., None]] = {"logprob": logprob, "moe-lora": moe_lora}

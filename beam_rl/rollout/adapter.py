@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from beam_rl.checksum import checksum, tensor_digest
-from beam_rl.lora import Adapter, AdapterModule, adapter_modules, adapter_tensors, repeated_tensors
+from beam_rl.lora import Adapter, adapter_modules, adapter_tensors, repeated_tensors
 from beam_rl.rollout import compat
 from beam_rl.rollout.names import adapter_place
 
@@ -84,8 +84,10 @@ class HeldAdapter:
         self.adapter, self.config, self.runner = adapter, config, runner
         self.modules = list(adapter_modules(adapter, config))
         self.slots = compat.adapter_slots(runner)
+        merged = any(name.endswith(".qkv_gate_proj") for name in self.slots)
+        self.places = [adapter_place(m.name, merged) for m in self.modules]
         self.id = 0  # vLLM's id of the adapter held; 0: none yet
-        check_slots(self.modules, self.slots)
+        self._check_slots()
 
     def stage(self) -> Stage:
         return Stage(self.adapter, self.config, compat.adapter_dtype(self.runner))
@@ -97,40 +99,33 @@ class HeldAdapter:
         bound it to other modules than it has: then the slot holds neither adapter.
         """
         tensors = staged.complete()
-        parts = [(adapter_place(m.name)[0], m, tensors[m.a], tensors[m.b]) for m in self.modules]
-        wanted = {module for module, *_ in parts}
-        bound = compat.swap_adapter(self.runner, self.id, new_id, [(m, a, b) for _, m, a, b in parts])
+        parts = [(m, tensors[m.a], tensors[m.b]) for m in self.modules]
+        bound = compat.swap_adapter(self.runner, self.id, new_id, parts)
         self.id = new_id
+        wanted = {module for module, _, _ in self.places}
         if bound != wanted:
             raise RuntimeError(f"vLLM bound the adapter to {len(bound)} modules of {len(wanted)}")
 
     def checksum(self) -> str:
-        """`beam_rl.checksum.checksum` of what the slot holds."""
+        """`beam_rl.checksum.checksum` of what the slot holds: A, and B with its scale."""
+        slot = compat.slot_of_adapter(self.runner, self.id)
         digests: dict[str, str] = {}
-        for module in self.modules:
-            a, b = self.held(module)
-            digests |= {module.a: tensor_digest(a), module.b: tensor_digest(b)}
+        for module, (name, part, expert) in zip(self.modules, self.places, strict=True):
+            a, b = self.slots[name][part]
+            digests[module.a] = tensor_digest(a[slot, expert or 0])
+            digests[module.b] = tensor_digest(b[slot, expert or 0])
         return checksum(digests)
 
-    def held(self, module: AdapterModule) -> tuple[Tensor, Tensor]:
-        """A and the scaled B that the slot holds for one of the checkpoint's matrices, as views."""
-        name, part, expert = adapter_place(module.name)
-        a, b = self.slots[name][part]
-        slot = compat.slot_of_adapter(self.runner, self.id)
-        return a[slot, expert or 0], b[slot, expert or 0]
-
-
-def check_slots(modules: list[AdapterModule], slots: dict[str, list[tuple[Tensor, Tensor]]]) -> None:
-    """Raises RuntimeError unless there is a slot of exactly the right shape for each module, and no other slot."""
-    wanted = {adapter_place(m.name)[0] for m in modules}
-    if wanted != slots.keys():
-        odd = sorted(wanted ^ slots.keys())
-        raise RuntimeError(
-            f"vLLM has {len(slots)} adapted modules instead of {len(wanted)}; the first other is {odd[0]}"
-        )
-    for module in modules:
-        name, part, _ = adapter_place(module.name)
-        a, b = slots[name][part]
-        shapes = (tuple(a.shape[2:]), tuple(b.shape[2:]))
-        if shapes != ((module.rank, module.inputs), (module.outputs, module.rank)):
-            raise RuntimeError(f"vLLM's adapter slot of {module.name} is {shapes}, its rank should be {module.rank}")
+    def _check_slots(self) -> None:
+        """Raises RuntimeError unless there is a slot of exactly the right shape for each matrix, and no other module."""
+        wanted = {module for module, _, _ in self.places}
+        if wanted != self.slots.keys():
+            odd = min(wanted ^ self.slots.keys())
+            raise RuntimeError(
+                f"vLLM adapts {len(self.slots)} modules, not {len(wanted)}; the first that differs is {odd}"
+            )
+        for m, (name, part, _) in zip(self.modules, self.places, strict=True):
+            a, b = self.slots[name][part]
+            shapes = (tuple(a.shape[2:]), tuple(b.shape[2:]))
+            if shapes != ((m.rank, m.inputs), (m.outputs, m.rank)):
+                raise RuntimeError(f"vLLM's adapter slot of {m.name} is {shapes}, its rank should be {m.rank}")

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any, get_args
 
 import torch
@@ -34,9 +35,13 @@ def check_version(found: str) -> None:
 
 def has_native_beam() -> bool:
     """Whether vLLM brings Beam itself (0.33 and later, NVIDIA)."""
-    from vllm import ModelRegistry
+    from vllm.platforms import current_platform
 
-    return ARCHITECTURE in ModelRegistry.get_supported_archs()
+    return (
+        current_platform.is_cuda()
+        and find_spec("vllm.models") is not None
+        and find_spec("vllm.models.beam") is not None
+    )
 
 
 def register_transfer_engine(name: str, module: str, cls: str) -> None:

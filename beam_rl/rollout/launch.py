@@ -41,6 +41,7 @@ class EngineSettings:
     log_dir: str
     name: str = "engine"  # of the log file
     adapter: Adapter | None = None  # served beside the checkpoint; None: no LoRA
+    random_weights: bool = False  # in the place of the checkpoint's, to measure with
 
     @property
     def log(self) -> Path:
@@ -94,6 +95,7 @@ def engine_args(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "worker_extension_cls": "beam_rl.rollout.extension.Extension",
+        "load_format": "dummy" if settings.random_weights else "auto",
     }
     args |= _cpu_args(settings) if current_platform.is_cpu() else _gpu_args(settings)
     return args if settings.adapter is None else args | _adapter_args(settings.adapter, args["additional_config"])

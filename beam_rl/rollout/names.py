@@ -20,6 +20,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 QKV = re.compile(r"(.*\.self_attn)\.([qkv])_proj\.weight")
+ATTENTION_INPUT = re.compile(r"(.*\.self_attn)\.(q|k|v|gate)_proj\.weight")
 GATE_UP = re.compile(r"(.*\.mlp)\.(gate|up)_proj\.weight")
 
 
@@ -40,14 +41,17 @@ def _layer_names(config: Any) -> Iterator[str]:
         yield from (f"{layer}.mlp.experts.{e}.{p}.weight" for e in range(config.num_experts) for p in PROJECTIONS)
 
 
-def adapter_place(name: str) -> tuple[str, int, int | None]:
+def adapter_place(name: str, merged_inputs: bool = False) -> tuple[str, int, int | None]:
     """Where vLLM holds the adapter of a checkpoint's matrix (its name without `.weight`).
 
-    Returns the module, which of the module's adapters (query, key, value; gate, up, down), and the expert.
+    Returns the module, which of the module's adapters (query, key, value, gate; gate, up, down), and the expert.
+    merged_inputs: the model has the four attention inputs in one matrix.
     """
     name += ".weight"
     if match := EXPERT.fullmatch(name):
         return match[1], ("gate", "up", "down").index(match[3]), int(match[2])
+    if merged_inputs and (match := ATTENTION_INPUT.fullmatch(name)):
+        return f"{match[1]}.qkv_gate_proj", ("q", "k", "v", "gate").index(match[2]), None
     if match := QKV.fullmatch(name):
         return f"{match[1]}.qkv_proj", "qkv".index(match[2]), None
     if match := GATE_UP.fullmatch(name):
@@ -84,6 +88,6 @@ def _own_name(name: str) -> str:
 
 
 def adapted_modules(targets: Iterable[str]) -> list[str]:
-    """The last parts of the names of the modules that hold the adapters of these targets (`beam_rl.lora`)."""
-    names = {t.replace(".experts.", ".experts.0.") for t in targets}
-    return sorted({adapter_place(f"model.layers.0.{name}")[0].rpartition(".")[2] for name in names})
+    """The last parts of the names of the modules that hold these targets' adapters (`beam_rl.lora`), in either model."""
+    names = [f"model.layers.0.{t.replace('.experts.', '.experts.0.')}" for t in targets]
+    return sorted({adapter_place(name, merged)[0].rpartition(".")[2] for name in names for merged in (False, True)})

@@ -6,18 +6,19 @@ TRANSFER_BACKEND = "beam_rl_gloo"
 
 
 def register() -> None:
-    """Adds Beam where vLLM lacks it, the Gloo weight transport, and ties the process's life to its engine's."""
+    """Adds Beam or what its adapters need, the Gloo weight transport, and ties the process's life to its engine's."""
     from vllm import ModelRegistry
 
     from beam_rl.rollout.adapter import slot_rank
 
     compat.check_version(compat.installed()[1])
     process.follow_owner()
-    if not compat.has_native_beam():
-        # The class, not its name: vLLM would start another Python to look at a class that is only named.
-        from beam_rl.rollout.model import BeamForCausalLM
-
-        ModelRegistry.register_model(compat.ARCHITECTURE, BeamForCausalLM)
+    # The class, not its name: vLLM would start another Python to look at a class that is only named.
+    if compat.has_native_beam():
+        from beam_rl.rollout.native import BeamForCausalLM as Beam
+    else:
+        from beam_rl.rollout.model import BeamForCausalLM as Beam
+    ModelRegistry.register_model(compat.ARCHITECTURE, Beam)
     compat.size_adapter_slots(slot_rank)
     compat.repair_adapter_linear()
     compat.register_transfer_engine(TRANSFER_BACKEND, "beam_rl.rollout.sync.gloo_engine", "GlooWeightReceiver")

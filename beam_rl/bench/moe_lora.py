@@ -1,0 +1,246 @@
+"""Decode speed and slot memory of an engine that serves an adapter: experts at their true rank, padded, and no adapter.
+
+The engine is the one that a run samples with, with random weights in the shape of Beam; each variant has its own process.
+"""
+
+import asyncio
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from beam_rl.bench.result import AsJson, Result, show
+from beam_rl.errors import InputError
+from beam_rl.lora import ALL_TARGETS, Adapter, adapter_tensors, repeated_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from beam_rl.rollout.engine import Engine
+    from beam_rl.rollout.launch import EngineSettings
+
+PROMPT_TOKENS, EOS = 4, 1
+RUNS = 3  # of which the fastest counts: other work on the machine only ever slows it down
+BUCKET_BYTES, DEADLINE_S = 64 * 2**20, 120.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Layers of Beam: one dense, the others sparse; every second one with full attention."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    dense: int  # inner size of the dense layer
+    expert: int  # inner size of an expert
+    experts: int
+    top_k: int
+    vocabulary: int
+    dtype: str
+    rank: int = 64
+    concurrency: int = 32
+    tokens: int = 256
+
+
+class Shape(StrEnum):
+    small = "small"
+    whole = "whole"
+    shard = "shard"
+
+
+SHAPES = {
+    Shape.small: Case(256, 4, 4, 1, 512, 128, 32, 8, 4096, "fp32", tokens=64),
+    Shape.whole: Case(5120, 4, 48, 8, 20480, 2560, 256, 8, 151_936, "bf16"),
+    Shape.shard: Case(5120, 8, 6, 1, 2560, 320, 256, 8, 151_936, "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """tokens_s: sampled tokens a second, all requests together."""
+
+    tokens_s: float
+    slot_bytes: int
+    expert_slot_bytes: int
+    sync_s: float
+
+
+def moe_lora(
+    shape: Annotated[
+        Shape | None,
+        typer.Option(
+            help="Beam's own layers, one GPU's part of them at TP 8, or small ones.",
+            show_default="whole on a GPU, small on a CPU",
+        ),
+    ] = None,
+    rank: Annotated[int, typer.Option(min=1, help="The adapter's rank; an expert's is a top-k-th of it.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests sampled at the same time.")] = 32,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Sampled for each request.", show_default="256, small: 64")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """An engine's decode with an adapter whose experts have their true rank, beside the same without an adapter.
+
+    The figure is the sampled tokens a second with the experts' slots at rank / top-k, the limit those without an adapter.
+    Beside them an engine whose expert slots are padded to the rank of the dense modules, as vLLM does by itself.
+    """
+    from beam_rl.bench import measure
+
+    chosen = SHAPES[shape or (Shape.whole if measure.device().type == "cuda" else Shape.small)]
+    if rank % chosen.top_k:
+        raise InputError(f"--rank {rank}: use a multiple of the layers' top-k, which is {chosen.top_k}")
+    show(bench(replace(chosen, rank=rank, concurrency=concurrency, tokens=tokens or chosen.tokens)), as_json)
+
+
+def bench(case: Case) -> Result:
+    """Measures the three engines one after the other."""
+    from beam_rl.bench import measure
+
+    typer.echo("measuring an engine without an adapter, one with true and one with padded expert ranks", err=True)
+    expert_ranks = {"plain": None, "true": case.rank // case.top_k, "padded": case.rank}
+    runs: dict[str, Measured] = {
+        name: measure.in_fresh_process(run, case, expert_rank) for name, expert_rank in expert_ranks.items()
+    }
+    return Result(
+        name="moe-lora",
+        figure=runs["true"].tokens_s,
+        unit="token/s",
+        limit=runs["plain"].tokens_s,
+        machine=measure.machine(measure.device()),
+        detail={
+            **asdict(case),
+            "expert_rank": expert_ranks["true"],
+            "padded_tokens_per_second": runs["padded"].tokens_s,
+            "padded_share_of_the_limit": runs["padded"].tokens_s / runs["plain"].tokens_s,
+            "slots_bytes": runs["true"].slot_bytes,
+            "padded_slots_bytes": runs["padded"].slot_bytes,
+            "expert_slots_bytes": runs["true"].expert_slot_bytes,
+            "padded_expert_slots_bytes": runs["padded"].expert_slot_bytes,
+            "sync_seconds": runs["true"].sync_s,
+        },
+    )
+
+
+def run(case: Case, expert_rank: int | None) -> Measured:
+    """One engine, to be called in a process of its own. expert_rank: of the experts' slots; None: no adapter."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(model_config(case)))
+        measured = asyncio.run(_measure(case, _settings(case, Path(folder), expert_rank)))
+        gc.collect()  # vLLM's objects: at the interpreter's end they would complain
+        return measured
+
+
+def model_config(case: Case) -> dict[str, Any]:
+    """config.json of the case's model."""
+    return {
+        "architectures": ["BeamForCausalLM"],
+        "model_type": "beam",
+        "vocab_size": case.vocabulary,
+        "hidden_size": case.hidden,
+        "intermediate_size": case.dense,
+        "num_hidden_layers": case.layers,
+        "mlp_layer_types": ["dense"] + ["sparse"] * (case.layers - 1),
+        "layer_types": ["sliding_attention", "full_attention"] * (case.layers // 2),
+        "num_attention_heads": case.heads,
+        "num_key_value_heads": case.kv_heads,
+        "head_dim": 128 if case.hidden >= 1024 else 64,
+        "sliding_window": 512,
+        "moe_intermediate_size": case.expert,
+        "num_experts": case.experts,
+        "num_experts_per_tok": case.top_k,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 4096,
+        "eos_token_id": EOS,
+    }
+
+
+def _settings(case: Case, folder: Path, expert_rank: int | None) -> "EngineSettings":
+    from beam_rl.rollout.launch import EngineSettings
+
+    # A scale of 1 for both; what an adapter's values are does not change the time.
+    adapter = expert_rank and Adapter(case.rank, case.rank, expert_rank, expert_rank, ALL_TARGETS)
+    return EngineSettings(
+        model=str(folder),
+        dtype="fp32" if case.dtype == "fp32" else "bf16",
+        max_model_len=PROMPT_TOKENS + case.tokens,
+        max_num_seqs=case.concurrency,
+        max_batched_tokens=max(512, case.concurrency),
+        kv_cache_gib=0.25,
+        gpu_memory_utilization=0.9,
+        seed=0,
+        routing_replay=False,
+        host="127.0.0.1",
+        log_dir=str(folder),
+        adapter=adapter or None,
+        random_weights=True,
+    )
+
+
+async def _measure(case: Case, settings: "EngineSettings") -> Measured:
+    from beam_rl.rollout.engine import Engine
+
+    engine = Engine(settings)
+    await engine.start()
+    try:
+        sync_s, slots, expert_slots = 0.0, 0, 0
+        if settings.adapter is not None:
+            sync_s = await _load_adapter(engine, settings.adapter, model_config(case))
+            found = await engine.adapter_slots()
+            slots = sum(s.bytes for s in found)
+            expert_slots = sum(s.bytes for s in found if s.module.endswith(".experts"))
+        rates = [await _tokens_per_second(engine, case, seed) for seed in range(RUNS + 1)]
+        return Measured(max(rates[1:]), slots, expert_slots, sync_s)  # the first run compiles and warms up
+    finally:
+        await engine.stop()
+
+
+async def _tokens_per_second(engine: "Engine", case: Case, seed: int) -> float:
+    from beam_rl.samples import Request
+
+    first = range(2, 2 + PROMPT_TOKENS)
+    asked = [
+        Request(f"{seed}-{i}", [(t + 7 * i) % case.vocabulary for t in first], 1000 * seed + i, case.tokens, 1.0)
+        for i in range(case.concurrency)
+    ]
+    start = time.perf_counter()
+    sampled = [len(done.token_ids) async for done in engine.generate(asked)]
+    return sum(sampled) / (time.perf_counter() - start)
+
+
+async def _load_adapter(engine: "Engine", adapter: Adapter, config: dict[str, Any]) -> float:
+    """Syncs a random adapter into the engine the way a trainer does; returns the seconds it took."""
+    from beam_rl.rollout.sync.transport import WeightSender
+
+    loop = asyncio.get_running_loop()
+    sender = WeightSender("127.0.0.1", 0, 1, DEADLINE_S)
+    joining = asyncio.run_coroutine_threadsafe(engine.join_sync("127.0.0.1", sender.port, 1, 2, DEADLINE_S), loop)
+    await asyncio.to_thread(sender.connect, [joining])
+    start = time.perf_counter()
+    await engine.begin_update()
+    announce = lambda bucket: [asyncio.run_coroutine_threadsafe(engine.update(bucket), loop)]  # noqa: E731
+    await asyncio.to_thread(sender.send, _random_tensors(adapter, config), BUCKET_BYTES, announce)
+    await engine.finish_update(1)
+    return time.perf_counter() - start
+
+
+def _random_tensors(adapter: Adapter, config: dict[str, Any]) -> Iterator[tuple[str, "Tensor"]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    repeated = repeated_tensors(adapter, config)
+    for name, shape in adapter_tensors(adapter, config).items():
+        if name not in repeated:
+            yield name, torch.randn(shape, generator=generator) * 0.01
