@@ -80,10 +80,11 @@ class GroupedExpertAdapter(GroupedExpertLinearAdapter):
         return gather_from_tensor_model_parallel_region(tensor, self.expert_tp_group)  # Bridge's has no gradient
 
 
-def adapted(linear: nn.Module, name: str, rank: int, alpha: float) -> AdaptedLinear:
-    """A Megatron linear layer with an adapter on top. `name`: its last is the module's own, "mlp.experts" an expert's.
+def adapted(linear: Any, name: str, rank: int, alpha: float) -> AdaptedLinear:
+    """A Megatron linear layer with an adapter on top, A and B zero.
 
-    We choose rank and alpha here: Bridge's `LoRA` would keep alpha for experts of rank / top-k, whose scale would then be
+    `name` tells its kind: "mlp.linear_fc1", "mlp.experts.local_experts.3.linear_fc1" an expert's, "mlp.experts.linear_fc1"
+    that of all experts together. We choose rank and alpha here: Bridge's `LoRA` would keep alpha for experts of rank / top-k, whose scale would then be
     top-k times that of the dense modules, and would round an expert's rank up to a multiple of the ranks that share it.
     """
     expert = "mlp.experts" in name
@@ -91,7 +92,7 @@ def adapted(linear: nn.Module, name: str, rank: int, alpha: float) -> AdaptedLin
     options: dict[str, Any] = dict(
         base_linear_name=name,
         activation="identity",
-        column_init_method="zero",  # whoever adds adapters gives A its values
+        column_init_method="zero",
         row_init_method="zero",
         input_is_parallel=about.input_is_parallel,
         model_parallel_config=linear.config,
