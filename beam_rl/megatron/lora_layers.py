@@ -84,7 +84,9 @@ def adapted(linear: Any, name: str, rank: int, alpha: float) -> AdaptedLinear:
     """A Megatron linear layer with an adapter on top, A and B zero.
 
     `name` tells its kind: "mlp.linear_fc1", "mlp.experts.local_experts.3.linear_fc1" an expert's, "mlp.experts.linear_fc1"
-    that of all experts together. We choose rank and alpha here: Bridge's `LoRA` would keep alpha for experts of rank / top-k, whose scale would then be
+    that of all experts together.
+
+    We choose rank and alpha here: Bridge's `LoRA` would keep alpha for experts of rank / top-k, whose scale would then be
     top-k times that of the dense modules, and would round an expert's rank up to a multiple of the ranks that share it.
     """
     expert = "mlp.experts" in name
