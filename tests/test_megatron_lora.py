@@ -25,7 +25,6 @@ WITH_ADAPTER = [
     layouts.Layout("TP2+SP, EP2", Parallel(tp=2, sp=True, ep=2)),
     layouts.Layout("DP2, EP2", Parallel(dp=2, ep=2)),
     layouts.Layout("DP2, ETP2", Parallel(dp=2, etp=2)),
-    layouts.Layout("CP2", Parallel(cp=2)),
     layouts.Layout("PP2, full recompute", Parallel(pp=2), "full"),
 ]
 

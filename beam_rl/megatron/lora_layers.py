@@ -43,6 +43,8 @@ class _WholeHidden(nn.Module):
         self.group, self.partial = group, partial
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.group.size() == 1:
+            return hidden
         if self.partial:
             hidden = reduce_from_tensor_model_parallel_region(hidden, self.group)
         return copy_to_tensor_model_parallel_region(hidden, self.group)
@@ -50,6 +52,8 @@ class _WholeHidden(nn.Module):
 
 def _own_columns(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A rank's part of the outputs among zeros: the dispatcher's sum over the ranks puts the parts together."""
+    if group.size() == 1:
+        return part
     before, after = group.rank(), group.size() - 1 - group.rank()
     return F.pad(part, (before * part.size(-1), after * part.size(-1)))
 
