@@ -58,14 +58,16 @@ LAYOUTS = [
 ]
 
 
-def rows(layouts: list[Layout], folder: Path) -> Iterator[tuple[Layout, dict[str, float], dict[str, bool]]]:
-    """Each layout's largest errors, and what must be the same bits: see docs/layouts.md."""
-    alone = ONE.trainer(0, "127.0.0.1:0")
-    one = measure(alone, folder / ONE.name)
-    before = read_checkpoint(folder / ONE.name)
+def rows(
+    layouts: list[Layout], folder: Path, process: Layout = ONE
+) -> Iterator[tuple[Layout, dict[str, float], dict[str, bool]]]:
+    """Each layout's largest errors against one `process`, and what must be the same bits: see docs/layouts.md."""
+    alone = process.trainer(0, "127.0.0.1:0")
+    one = measure(alone, folder / process.name)
+    before = read_checkpoint(folder / process.name)
     for size in sorted({layout.parallel.ranks for layout in layouts}):
         group = [layout for layout in layouts if layout.parallel.ranks == size]
-        for layout, seen in run(group, folder, folder / ONE.name):
+        for layout, seen in run(group, folder, folder / process.name):
             again = read_checkpoint(folder / f"{layout.name}, again")
             alone.load(folder / layout.name)
             alone.save(folder / f"{layout.name}, in one process")

@@ -20,8 +20,10 @@ from engine_samples import engine_batches
 from megatron.core import parallel_state
 from numpy.typing import NDArray
 
+from beam_rl.adapter_files import read_adapter
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
 from beam_rl.layout import PADDING, cut_routes, even_out, pad
+from beam_rl.lora import Adapter
 from beam_rl.megatron.checkpoint import _Reader
 from beam_rl.megatron.optimizer import is_distributed, owned
 from beam_rl.megatron.trainer import Trainer
@@ -39,12 +41,20 @@ class Layout:
     parallel: Parallel = field(default_factory=Parallel)
     recompute: str = "none"
     distributed: bool = True
+    adapter: Adapter | None = None
+    adapter_folder: str | None = None
 
     def settings(self) -> tiny.TrainerSettings:
         """No clipping, which would scale the gradients that we compare. Adam's eps keeps an entry whose gradient is
         rounding noise from moving by a whole step in a random direction."""
         optimizer = Optimizer(lr=LR, weight_decay=0.1, clip_grad=1e9, eps=1e-5, distributed=self.distributed)
-        return tiny.settings(parallel=self.parallel, recompute=self.recompute, optimizer=optimizer)
+        return tiny.settings(
+            parallel=self.parallel,
+            recompute=self.recompute,
+            optimizer=optimizer,
+            adapter=self.adapter,
+            adapter_folder=self.adapter_folder,
+        )
 
     def trainer(self, rank: int, master: str) -> Trainer:
         return Trainer(str(tiny.checkpoint()), self.settings(), rank, self.parallel.ranks, master)
@@ -81,7 +91,11 @@ def measure(trainer: Trainer, folder: Path) -> Seen:
     place = trainer.place
     mine = [cut_routes(batch, place) for batch in shares(BATCHES, place.parallel)[place.dp]]
     start = weights(trainer)
-    engine = engine_gap(trainer, engine_batches(tiny.checkpoint(), folder.parent))
+    if trainer.adapted:
+        start |= {f"new {name}": values for name, values in new_adapter(trainer).items()}
+        engine = {}  # which has sampled without an adapter
+    else:
+        engine = engine_gap(trainer, engine_batches(tiny.checkpoint(), folder.parent))
     scores = trainer.score(mine)
     assert bool(scores) == place.last_stage
     real = [batch.sample != PADDING for batch in mine]
@@ -90,11 +104,13 @@ def measure(trainer: Trainer, folder: Path) -> Seen:
     def update() -> dict[str, float]:
         return trainer.update(mine, tiny.squared_objective, LR)
 
+    base = frozen(trainer)
     first = update()
     gradient = gradients(trainer)
     check_copies(trainer)
     trainer.save(folder)
     second, after = update(), weights(trainer)
+    assert all(torch.equal(values, base[name]) for name, values in frozen(trainer).items())
     trainer.load(folder)
     return Seen(
         engine=engine,
@@ -132,7 +148,24 @@ def engine_gap(trainer: Trainer, batches: list[MicroBatch]) -> dict[str, float]:
 
 
 def weights(trainer: Trainer) -> Tensors:
-    return {name: tensor.numpy().copy() for name, tensor in trainer.hf_tensors()}
+    """What is trained."""
+    return {name: tensor.numpy().copy() for name, tensor in trainer.sync_tensors()}
+
+
+def frozen(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """This rank's part of what an adapter leaves as it is."""
+    found = [(f"{i} {name}", p) for i, chunk in enumerate(trainer.chunks) for name, p in chunk.named_parameters()]
+    return {name: parameter.clone() for name, parameter in found if not parameter.requires_grad}
+
+
+def new_adapter(trainer: Trainer) -> Tensors:
+    """What this layout would start from without a given adapter; it gets the given one back."""
+    adapted, settings = trainer.adapted, trainer.settings
+    assert adapted and settings.adapter and settings.adapter_folder
+    adapted.start_new(settings.seed)
+    found = weights(trainer)
+    adapted.load(read_adapter(Path(settings.adapter_folder), settings.adapter, trainer.hf))
+    return found
 
 
 @torch.no_grad()
@@ -150,7 +183,7 @@ def whole_gradients(trainer: Trainer) -> Iterator[tuple[Any, torch.Tensor]]:
     """Each parameter of this rank and its gradient, from the parts that the distributed optimizer's ranks have."""
     for chunk in trainer.chunks:
         mine = owned(chunk, trainer.optimizer)
-        for parameter in chunk.parameters():
+        for parameter in (p for p in chunk.parameters() if p.requires_grad):
             whole = torch.zeros_like(parameter.main_grad).view(-1)
             if part := mine.get(parameter):
                 here = slice(part.start, part.start + part.main.numel())
@@ -276,8 +309,11 @@ def errors(seen: Seen, one: Seen) -> dict[str, float]:
     assert seen.agreement == one.agreement
     assert seen.gradients.keys() == one.gradients.keys()
     found = {
-        "engine, scored": seen.engine["score"],
-        "engine, in an update": seen.engine["update"],
+        **(
+            {"engine, scored": seen.engine["score"], "engine, in an update": seen.engine["update"]}
+            if seen.engine
+            else {}
+        ),
         "log-probabilities": max(error(a, b) for a, b in zip(seen.logp, one.logp, strict=True)),
         "entropies": max(error(a, b) for a, b in zip(seen.entropy, one.entropy, strict=True)),
         "metrics": max(
@@ -290,6 +326,6 @@ def errors(seen: Seen, one: Seen) -> dict[str, float]:
     for name in one.gradients:
         (kind,) = [kind for kind, parts in CLASSES.items() if any(part in name for part in parts)]
         by_class[kind].append(error(seen.gradients[name], one.gradients[name]))
-    found |= {f"gradient: {kind}": max(values) for kind, values in by_class.items()}
+    found |= {f"gradient: {kind}": max(values) for kind, values in by_class.items() if values}
     found["weights"] = max(error(seen.weights[name], one.weights[name]) for name in one.weights)
     return found

@@ -6,6 +6,7 @@ The weights are large enough for attention, gates and routers to matter, and no 
 import atexit
 import dataclasses
 import functools
+import json
 import multiprocessing
 import os
 import shutil
@@ -94,6 +95,11 @@ def make_model() -> BeamForCausalLM:
             if "e_score_correction_bias" in name:
                 buffer.add_(torch.randn_like(buffer) * 0.2)
     return model
+
+
+def config() -> dict[str, Any]:
+    """The checkpoint's config.json."""
+    return json.loads((checkpoint() / "config.json").read_text())
 
 
 def reference_model(precision: str = "fp32", attention: str = "eager") -> BeamForCausalLM:

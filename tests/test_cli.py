@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from beam_rl.cli import explicit_resume, root_cause
+from beam_rl.errors import InputError
+from beam_rl.recipe.load import load
+from beam_rl.start import _export_form
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "recipes" / "tiny_cpu.yaml"
@@ -98,6 +101,20 @@ def test_a_folder_with_another_recipes_run(tmp_path, tiny_folder):
 
 def test_export_of_something_that_is_no_checkpoint(tmp_path):
     assert "no complete checkpoint" in refused("export", tmp_path, tmp_path / "out")
+
+
+def test_export_in_two_forms():
+    assert "--adapter and --merged: name one form" in refused("export", "a", "b", "--adapter", "--merged")
+
+
+def test_a_form_that_the_run_does_not_have_says_which_it_has():
+    full, lora = load(TINY, ()), load(TINY, ("model.lora.rank=16",))
+    assert [_export_form(None, recipe) for recipe in (full, lora)] == ["full", "adapter"]
+    assert _export_form("merged", lora) == "merged"
+    with pytest.raises(InputError, match=r"--merged: this run trains all weights .* use --full"):
+        _export_form("merged", full)
+    with pytest.raises(InputError, match=r"--full: this run trains an adapter .* use --adapter or --merged"):
+        _export_form("full", lora)
 
 
 def test_tiny_refuses_a_folder_that_exists(tmp_path):

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from beam_rl.errors import InputError
+from beam_rl.megatron import ranks
 from beam_rl.megatron.model import BeamModel
 from beam_rl.megatron.optimizer import get_step, is_distributed, parameter_state, set_step
 
@@ -51,11 +52,12 @@ def save(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer
     pieces = {key: [p for p in found if p.written_here] for key, found in _pieces(models, optimizer).items()}
     state: dict[str, Any] = {key: _for_torch(found) for key, found in pieces.items() if found}
     state |= _random_states()
+    step = ranks.largest(get_step(optimizer), models[0].config.device)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if adapter:
             (folder / _ADAPTER).write_text(json.dumps(adapter, indent=1) + "\n")
-        state[_STEP] = torch.tensor(get_step(optimizer))
+        state[_STEP] = torch.tensor(step)
     dist.barrier()
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=1))
 

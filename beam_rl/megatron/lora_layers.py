@@ -43,6 +43,8 @@ class _WholeHidden(nn.Module):
         self.group, self.partial = group, partial
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.group.size() == 1:
+            return hidden
         if self.partial:
             hidden = reduce_from_tensor_model_parallel_region(hidden, self.group)
         return copy_to_tensor_model_parallel_region(hidden, self.group)
@@ -50,6 +52,8 @@ class _WholeHidden(nn.Module):
 
 def _own_columns(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A rank's part of the outputs among zeros: the dispatcher's sum over the ranks puts the parts together."""
+    if group.size() == 1:
+        return part
     before, after = group.rank(), group.size() - 1 - group.rank()
     return F.pad(part, (before * part.size(-1), after * part.size(-1)))
 
@@ -80,8 +84,11 @@ class GroupedExpertAdapter(GroupedExpertLinearAdapter):
         return gather_from_tensor_model_parallel_region(tensor, self.expert_tp_group)  # Bridge's has no gradient
 
 
-def adapted(linear: nn.Module, name: str, rank: int, alpha: float) -> AdaptedLinear:
-    """A Megatron linear layer with an adapter on top. `name`: its last is the module's own, "mlp.experts" an expert's.
+def adapted(linear: Any, name: str, rank: int, alpha: float) -> AdaptedLinear:
+    """A Megatron linear layer with an adapter on top, A and B zero.
+
+    `name` tells its kind: "mlp.linear_fc1", "mlp.experts.local_experts.3.linear_fc1" an expert's, "mlp.experts.linear_fc1"
+    that of all experts together.
 
     We choose rank and alpha here: Bridge's `LoRA` would keep alpha for experts of rank / top-k, whose scale would then be
     top-k times that of the dense modules, and would round an expert's rank up to a multiple of the ranks that share it.
@@ -91,7 +98,7 @@ def adapted(linear: nn.Module, name: str, rank: int, alpha: float) -> AdaptedLin
     options: dict[str, Any] = dict(
         base_linear_name=name,
         activation="identity",
-        column_init_method="zero",  # whoever adds adapters gives A its values
+        column_init_method="zero",
         row_init_method="zero",
         input_is_parallel=about.input_is_parallel,
         model_parallel_config=linear.config,

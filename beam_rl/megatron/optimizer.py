@@ -154,11 +154,12 @@ def router_gradient_norm(models: Sequence[BeamModel], optimizer: MegatronOptimiz
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
-    """Updates that Adam has made."""
-    adam = _adams(optimizer)[0]
-    if _counts_per_parameter(adam):
-        return int(next(iter(adam.state.values()))["step"])
-    return int(adam.param_groups[0].get("step", 0))
+    """Updates that Adam has made; 0 on a rank that trains nothing."""
+    steps = [0]
+    for adam in _adams(optimizer):
+        counters = list(adam.state.values())[:1] if _counts_per_parameter(adam) else adam.param_groups
+        steps += [int(counter.get("step", 0)) for counter in counters]
+    return max(steps)
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:

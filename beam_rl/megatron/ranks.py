@@ -120,6 +120,13 @@ def all_of(finding: bool, device: torch.device) -> bool:
     return bool(votes)
 
 
+def largest(number: int, device: torch.device) -> int:
+    """The largest of all ranks' numbers."""
+    found = torch.tensor(number, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found)
+
+
 def same_over_replicas(number: int, device: torch.device) -> bool:
     """Whether every data-parallel replica has the same number."""
     ends = torch.tensor([number, -number], device=device)

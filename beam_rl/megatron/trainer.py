@@ -220,13 +220,15 @@ class Trainer:
             what = "a gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
             raise FloatingPointError(f"{what}; the weights are as they were before this update")
         tokens = max(tokens, 1.0)
-        return {
+        metrics = {
             "loss/policy": loss,
             "loss/clip_fraction": clipped / tokens,
             "loss/entropy": entropy / tokens,
             "loss/kl": kl / tokens,
-            "optim/router_grad_norm": router_gradient_norm(self.chunks, self.optimizer),
         }
+        if not self.adapted:  # which freezes the routers
+            metrics["optim/router_grad_norm"] = router_gradient_norm(self.chunks, self.optimizer)
+        return metrics
 
     # --- weights and state ---------------------------------------------------------------------------------
 

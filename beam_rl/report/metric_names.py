@@ -53,7 +53,9 @@ METRICS: dict[str, Metric] = {
     "loss/entropy": Metric("nats", "mean entropy of the policy at the response tokens"),
     "loss/kl": Metric("nats", "mean KL(policy ‖ reference) at the response tokens"),
     "optim/grad_norm": Metric("", "gradient norm before clipping, mean over the step's updates"),
-    "optim/router_grad_norm": Metric("", "the routers' part of the gradient norm"),
+    "optim/router_grad_norm": Metric(
+        "", "the routers' part of the gradient norm; not with an adapter, which freezes them"
+    ),
     "optim/skipped_updates": Metric("count", "mini-batches without an update: their advantages are all 0"),
     "optim/lr": Metric("", "learning rate of the step's last update"),
     "memory/gpu_peak_bytes": Metric("bytes", "most GPU memory that a trainer rank held"),
