@@ -67,8 +67,7 @@ def test_a_sync_sends_the_adapter_and_not_a_byte_more(whole, tiny_folder):
 
 
 def test_a_resumed_run_goes_on_as_the_whole_one_did(whole, folder):
-    run(folder / "resumed", "trainer.steps=2")
-    run(folder / "resumed", "--resume")
+    run(folder / "resumed", "--resume", str(whole / "checkpoints" / "step_2"))
     assert samples(folder / "resumed", 3) == samples(whole, 3)
     there, here = metrics(whole)[-1], metrics(folder / "resumed")[-1]
     for name in there:
