@@ -125,6 +125,15 @@ def test_stock_vllm_with_the_exported_adapter_gives_the_trainers_log_probabiliti
     assert np.abs(engine - trainer).max() < 2e-5
 
 
+def test_the_parity_commands_reference_has_the_adapter_that_training_starts_from(drawn, exported, tiny_folder):
+    from beam_rl.parity.reference import Reference
+
+    reference = Reference(str(tiny_folder), "fp32", True, 1.0, str(exported))
+    for prompt, response, logp in drawn[:4]:
+        found = reference.probe(np.array([*prompt, *response]), None)[None, "log_probabilities"][len(prompt) - 1 :, 0]
+        assert np.abs(found - logp).max() < 2e-5
+
+
 def test_stock_peft_with_the_exported_adapter_gives_them_too(drawn, exported, tiny_folder):
     reference = Reference(tiny_folder)
     base = np.concatenate([reference.score(p, np.array(r))[0] for p, r, _ in drawn])

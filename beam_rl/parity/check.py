@@ -30,10 +30,10 @@ LOGPROB_MEAN_BOUND = {"fp32": 1e-5, "bf16": 1e-2}
 class ReferenceWorker:
     """`parity.reference.Reference` in a process that imports nothing before it is asked to."""
 
-    def start(self, model_path: str, precision: str, rounded_logits: bool, temperature: float) -> None:
+    def start(self, *reference: Any) -> None:
         from beam_rl.parity.reference import Reference
 
-        self.reference = Reference(model_path, precision, rounded_logits, temperature)
+        self.reference = Reference(*reference)
 
     def probe(self, token_ids: list[int], routes: NDArray[np.integer] | None) -> Records:
         return self.reference.probe(np.asarray(token_ids), routes)
@@ -52,7 +52,8 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
         worker: Any = ray.remote(num_cpus=1)(ReferenceWorker).remote()
         stack.callback(ray.kill, worker)
         rounded, temperature = recipe.trainer.numerics == "engine", recipe.rollout.temperature
-        loading = worker.start.remote(str(inputs.model_path), recipe.trainer.precision, rounded, temperature)
+        adapter = recipe.model.lora.adapter if recipe.model.lora else None
+        loading = worker.start.remote(str(inputs.model_path), recipe.trainer.precision, rounded, temperature, adapter)
         with display.phase("syncing", once=True):
             cluster.sync.load(version=0)
         samples = sample(recipe, inputs, cluster.engines)

@@ -23,18 +23,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Reference:
-    """A checkpoint in transformers."""
+    """A checkpoint in transformers, with an adapter added to its weights by PEFT where there is one."""
 
-    def __init__(self, model_path: str, precision: str, rounded_logits: bool, temperature: float) -> None:
-        """rounded_logits: round them to `precision` after the softcap, as the engine does."""
+    def __init__(
+        self, model_path: str, precision: str, rounded_logits: bool, temperature: float, adapter: str | None = None
+    ) -> None:
+        """rounded_logits: round them to `precision` after the softcap, as the engine does. adapter: its HF folder."""
         self.recorder: Recorder | None = None
         AttentionInterface.register(ATTENTION, self._attend)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = BeamForCausalLM.from_pretrained(
-            model_path, dtype=DTYPES[precision], attn_implementation=ATTENTION
-        ).to(device)
-        self.model.eval()
+        model: Any = BeamForCausalLM.from_pretrained(model_path, dtype=DTYPES[precision], attn_implementation=ATTENTION)
+        if adapter is not None:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        self.model = model.to(device).eval()
         self.rounded_logits, self.temperature = rounded_logits, temperature
 
     @torch.no_grad()
