@@ -16,7 +16,7 @@ CASE = Case(64, 2, 2, 1, 64, 32, 16, 4, 64, "fp32", rank=16, concurrency=2, toke
 
 
 def test_engine_holds_the_adapters_bytes_and_samples() -> None:
-    measured = measure.in_fresh_process(run, CASE, 4)
+    [measured] = measure.in_fresh_process(run, CASE, [4])
     shapes = adapter_tensors(Adapter(16, 16, 4, 4, ALL_TARGETS), model_config(CASE))
     bytes_of = {name: 4 * rows * columns for name, (rows, columns) in shapes.items()}
     assert measured.slot_bytes == sum(bytes_of.values())

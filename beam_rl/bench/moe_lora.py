@@ -1,10 +1,9 @@
 """Decode speed and slot memory of an engine that serves an adapter: experts at their true rank, padded, and no adapter.
 
-The engine is the one that a run samples with, with random weights in the shape of Beam; each variant has its own process.
+The engine is the one that a run samples with, with random weights in the shape of Beam.
 """
 
 import asyncio
-import gc
 import json
 import tempfile
 import time
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from beam_rl.rollout.launch import EngineSettings
 
 PROMPT_TOKENS, EOS = 4, 1
-RUNS = 3  # of which the fastest counts: other work on the machine only ever slows it down
+RUNS = 5  # of which the fastest counts: other work on the machine only ever slows it down
 BUCKET_BYTES, DEADLINE_S = 64 * 2**20, 120.0
 
 
@@ -107,9 +106,8 @@ def bench(case: Case) -> Result:
 
     typer.echo("measuring an engine without an adapter, one with true and one with padded expert ranks", err=True)
     expert_ranks = {"plain": None, "true": case.rank // case.top_k, "padded": case.rank}
-    runs: dict[str, Measured] = {
-        name: measure.in_fresh_process(run, case, expert_rank) for name, expert_rank in expert_ranks.items()
-    }
+    measured = measure.in_fresh_process(run, case, list(expert_ranks.values()))
+    runs = dict(zip(expert_ranks, measured, strict=True))
     return Result(
         name="moe-lora",
         figure=runs["true"].tokens_s,
@@ -130,13 +128,16 @@ def bench(case: Case) -> Result:
     )
 
 
-def run(case: Case, expert_rank: int | None) -> Measured:
-    """One engine, to be called in a process of its own. expert_rank: of the experts' slots; None: no adapter."""
+def run(case: Case, expert_ranks: list[int | None]) -> list[Measured]:
+    """One engine after the other, to be called in a fresh process. Each has its experts' rank; None: no adapter."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model_config(case)))
-        measured = asyncio.run(_measure(case, _settings(case, Path(folder), expert_rank)))
-        gc.collect()  # vLLM's objects: at the interpreter's end they would complain
-        return measured
+        settings = [_settings(case, Path(folder), rank) for rank in expert_ranks]
+        return asyncio.run(_measure_all(case, settings))
+
+
+async def _measure_all(case: Case, settings: list["EngineSettings"]) -> list[Measured]:
+    return [await _measure(case, each) for each in settings]
 
 
 def model_config(case: Case) -> dict[str, Any]:

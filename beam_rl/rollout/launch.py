@@ -64,15 +64,17 @@ def set_environment(settings: EngineSettings) -> None:
 def launch(settings: EngineSettings) -> Any:
     """Starts vLLM and returns its `AsyncLLM`; everything that its processes print goes to the engine's log."""
     settings.log.parent.mkdir(parents=True, exist_ok=True)
-    with process.output_to(settings.log):
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+    try:
+        with process.output_to(settings.log):
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)))
-    for handler in logging.getLogger("vllm").handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(settings.log.open("a"))
-    return llm
+            # Into no variable: an exception that an import of these keeps holds on to this frame, and so to the engine.
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)))
+    finally:
+        for handler in logging.getLogger("vllm").handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(settings.log.open("a"))
 
 
 def engine_args(settings: EngineSettings) -> dict[str, Any]:
