@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 from layout_table import BOUND, ONE, rows
+from megatron.core import parallel_state
+from torch import Tensor
 
 from beam_rl.errors import InputError
 from beam_rl.lora import ATTENTION_OUTPUT, EXPERTS, adapter_tensors, repeated_tensors
+from beam_rl.megatron.checkpoint import _leaves
 from beam_rl.megatron.lora_layers import AdaptedLinear
 from beam_rl.recipe.tree import Parallel
 
@@ -198,6 +201,27 @@ def test_grouped_experts_add_what_single_experts_do() -> None:
         x = torch.randn(sum(splits), first.weight.shape[1])
         due = [module.adapter(part) for module, part in zip(single, x.split(splits), strict=True)]
         torch.testing.assert_close(grouped(x, splits), torch.cat(due), rtol=0, atol=1e-6)
+        check_shards(grouped, trainer, linear)
+
+
+def check_shards(grouped: Any, trainer: tiny.Trainer, linear: str) -> None:
+    """A checkpoint has the same tensors of grouped experts as of single ones, each without a gap in the parameter."""
+    from megatron.core.dist_checkpointing.mapping import apply_factories
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
+
+    def found(state: dict[str, Any], prefix: str) -> dict[Any, Tensor]:
+        apply_factories(state)
+        tensors, _ = extract_sharded_tensors(state)
+        shards = [shard for value in tensors.values() for shard in _leaves(value) if "adapter" in shard.key]
+        return {(s.key.removeprefix(prefix), s.global_shape, s.global_offset, s.replica_id): s.data for s in shards}
+
+    experts = trainer.model.decoder.layers[3].mlp.experts
+    layout = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    single = experts.sharded_state_dict("x.", metadata=layout | {"singleton_local_shards": True})
+    due = {k: v for k, v in found(single, "x.experts.").items() if linear in k[0]}
+    ours = found(grouped.sharded_state_dict(f"{linear}.adapter."), "")
+    assert ours.keys() == due.keys() and len(ours) == tiny.EXPERTS * (3 if linear == "linear_fc1" else 2)
+    assert all(torch.equal(values, due[key]) and values.is_contiguous() for key, values in ours.items())
 
 
 def test_the_reference_is_the_model_without_the_adapter() -> None:
@@ -210,8 +234,6 @@ def test_the_reference_is_the_model_without_the_adapter() -> None:
 
 
 def test_a_rank_that_the_layout_cannot_cut_names_both_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core import parallel_state
-
     shape = lora_tiny.adapter()
     for group, size, says in (
         ("tensor_model", 3, "model.lora.rank = 16: trainer.parallel.tp = 3 must divide it"),

@@ -20,6 +20,8 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 
@@ -82,6 +84,27 @@ class GroupedExpertAdapter(GroupedExpertLinearAdapter):
         if self.input_is_parallel:
             return _own_columns(tensor, self.expert_tp_group)
         return gather_from_tensor_model_parallel_region(tensor, self.expert_tp_group)  # Bridge's has no gradient
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Each expert's matrices by themselves, under the names that experts one by one have.
+
+        Bridge's own cuts gate from up across all experts: views with gaps, which the optimizer's flat state has not.
+        """
+        first = self.ep_group.rank() * self.num_local_experts
+        groups = {"tp_group": self.expert_tp_group, "dp_cp_group": self.expert_dp_group}
+        state: dict[str, list[Any]] = {}
+        for name, axis in (("linear_in", 1 if self.input_is_parallel else 0), ("linear_out", 0)):
+            weight = getattr(self, name).weight
+            state[f"{prefix}{name}.weight"] = shards = []
+            for expert, matrix in enumerate(weight, start=first):
+                found = make_sharded_tensors_for_checkpoint(
+                    {"weight": matrix}, f"{expert}.{prefix}{name}.", {"weight": axis}, sharded_offsets, **groups
+                )
+                shards.extend(found.values())
+        if not self.input_is_parallel:
+            outputs = state[f"{prefix}linear_out.weight"]
+            outputs[:] = [apply_swiglu_sharded_factory(shard, sharded_offsets) for shard in outputs]
+        return state
 
 
 def adapted(linear: Any, name: str, rank: int, alpha: float) -> AdaptedLinear:
