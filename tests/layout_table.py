@@ -1,4 +1,4 @@
-"""Every layout against one process: prints the table of docs/layouts.md, or writes it there.
+"""Every layout against one process: prints the tables of docs/layouts.md and docs/lora.md, or writes them there.
 
     python -m tests.layout_table [--write]
 
@@ -10,11 +10,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 warnings.filterwarnings("ignore")
 
+import lora_tiny  # noqa: E402
 from megatron_layouts import (  # noqa: E402
     Layout,
     Parallel,
@@ -26,7 +28,7 @@ from megatron_layouts import (  # noqa: E402
 )
 
 BOUND = 1e-5
-PAGE = Path(__file__).parent.parent / "docs" / "layouts.md"
+DOCS = Path(__file__).parent.parent / "docs"
 START, END = "<!-- table: python -m tests.layout_table --write -->", "<!-- end of the table -->"
 ONE = Layout("1", distributed=False)
 LAYOUTS = [
@@ -56,6 +58,20 @@ LAYOUTS = [
     Layout("CP2 × PP2", Parallel(cp=2, pp=2)),
     Layout("CP4", Parallel(cp=4)),
 ]
+WITH_ADAPTER = {  # of which docs/lora.md has a table
+    "DP2, distributed optimizer",
+    "TP2+SP",
+    "TP2+SP, ETP2",
+    "TP2+SP, EP2",
+    "DP2, EP2",
+    "DP2, ETP2",
+    "PP2 uneven (2+5)",
+    "PP2, 2 virtual stages",
+    "PP2, full recompute",
+    "CP2",
+    "TP2+SP × DP2, EP2, ETP2",
+    "PP2 × TP2+SP, EP2, 2 virtual stages, full recompute",
+}
 
 
 def rows(
@@ -91,19 +107,32 @@ def table(found: list[tuple[Layout, dict[str, float], dict[str, bool]]]) -> str:
 
 
 def main(write: bool) -> int:
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        found = list(rows(LAYOUTS, Path(folder)))
-    text = table(found)
-    print(text)
-    worst = max(max(values.values()) for _, values, _ in found)
-    fine = worst <= BOUND and all(all(bits.values()) for _, _, bits in found)
-    print(f"\nworst error {worst:.1e}, bound {BOUND:.0e}; {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    if write:
-        page = PAGE.read_text()
-        head, tail = page.split(START)[0], page.split(END)[1]
-        PAGE.write_text(f"{head}{START}\n{text}\n{END}{tail}")
+    fine = True
+    for page, make in (("layouts.md", of_weights), ("lora.md", of_adapter)):
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            found = list(make(Path(folder)))
+        text = table(found)
+        print(text)
+        worst = max(max(values.values()) for _, values, _ in found)
+        fine = fine and worst <= BOUND and all(all(bits.values()) for _, _, bits in found)
+        print(f"\n{page}: worst {worst:.1e}, bound {BOUND:.0e}; {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        if write:
+            whole = (DOCS / page).read_text()
+            head, tail = whole.split(START)[0], whole.split(END)[1]
+            (DOCS / page).write_text(f"{head}{START}\n{text}\n{END}{tail}")
     return 0 if fine else 1
+
+
+def of_weights(folder: Path) -> Iterator[tuple[Layout, dict[str, float], dict[str, bool]]]:
+    return rows(LAYOUTS, folder)
+
+
+def of_adapter(folder: Path) -> Iterator[tuple[Layout, dict[str, float], dict[str, bool]]]:
+    shape = lora_tiny.adapter()
+    given = {"adapter": shape, "adapter_folder": str(lora_tiny.folder(folder / "adapter", shape))}
+    chosen = [replace(layout, **given) for layout in LAYOUTS if layout.name in WITH_ADAPTER]
+    return rows(chosen, folder, replace(ONE, **given))
 
 
 if __name__ == "__main__":
