@@ -1,0 +1,205 @@
+"""Puts `rollout.kernels` into vLLM's GPU path for LoRA: private parts of vLLM 0.33, and the guard for others.
+
+`install` exchanges two things, for decode steps; prefill and whatever the kernels don't cover run vLLM's own path:
+
+- the expert kernel of a MoE layer with LoRA: `TritonExperts.apply` becomes `LoRAExperts.apply`, which uses the base GEMM's
+  own grouping of tokens by expert (vLLM groups them a second time for LoRA) and folds LoRA into the kernels around it;
+- `PunicaWrapperGPU.add_lora_linear`, the LoRA of dense layers.
+"""
+
+from copy import copy
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from vllm.config.lora import LoRAConfig
+from vllm.lora.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
+from vllm.lora.ops.triton_ops.lora_shrink_op import _lora_shrink
+from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.fused_moe import (
+    _prepare_expert_assignment,
+    invoke_fused_moe_triton_kernel,
+    try_get_optimal_moe_config,
+)
+from vllm.model_executor.layers.fused_moe.utils import _resize_cache
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from beam_rl.rollout.kernels import experts, linear
+
+SUPPORTED = "0.33"
+MAX_TOKENS = 128  # of a step that the kernels run; above it the token-by-token sum reads adapters too often
+MAX_EXPERT_RANK = 16  # the kernels hold rank · top_k columns in registers
+
+_library = torch.library.Library("beam_rl", "FRAGMENT")
+_installed = False
+
+
+def install() -> None:
+    """Exchanges vLLM's LoRA kernels for ours, once a process, before the engine is built.
+
+    Raises RuntimeError under another vLLM than the one whose private parts are touched.
+    """
+    global _installed
+    found = version("vllm")
+    if ".".join(found.split(".")[:2]) != SUPPORTED:
+        raise RuntimeError(f"vLLM {found} is installed; beam-rl's LoRA kernels for GPUs were written for {SUPPORTED}")
+    if _installed:
+        return
+    _installed = True
+    direct_register_custom_op(
+        "add_lora_linear", _add_lora_linear, mutates_args=["y"], fake_impl=lambda *_: None, target_lib=_library
+    )
+    PunicaWrapperGPU.add_lora_linear = _punica_add_lora_linear
+    set_mapping = FusedMoEWithLoRA.set_mapping
+
+    def set_mapping_and_kernel(self: Any, punica_wrapper: Any) -> None:
+        set_mapping(self, punica_wrapper)
+        kernel = self._moe_kernel.fused_experts
+        if type(kernel) is TritonExperts:
+            kernel.__class__ = LoRAExperts
+
+    FusedMoEWithLoRA.set_mapping = set_mapping_and_kernel
+    # vLLM keeps compiled models on disk, by the configuration's hash: ours hold another operator.
+    compute_hash = LoRAConfig.compute_hash
+    LoRAConfig.compute_hash = lambda self: f"{compute_hash(self)}-beam-rl-kernels"
+
+
+def hold_experts_at_true_rank() -> None:
+    """Lets vLLM allocate expert slots at rank max_lora_rank / top_k; dense modules keep max_lora_rank."""
+    for layer in (FusedMoEWithLoRA, FusedMoE3DWithLoRA):
+        layer.create_lora_weights = _at_expert_rank(layer.create_lora_weights)
+
+
+def _at_expert_rank(create: Any) -> Any:
+    def create_lora_weights(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
+        narrow = copy(lora_config)
+        narrow.max_lora_rank = lora_config.max_lora_rank // self.moe_config.experts_per_token
+        create(self, max_loras, narrow, model_config)
+
+    return create_lora_weights
+
+
+class LoRAExperts(TritonExperts):
+    """vLLM's Triton experts with LoRA folded into the activation and the sum over experts."""
+
+    tiles = experts.Tiles()
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        tokens, top_k = topk_ids.shape
+        slots = self._slots(tokens)
+        covered = (
+            slots is not None
+            and activation == MoEActivation.SILU
+            and expert_map is None
+            and not apply_router_weight_on_input
+            and self._is_plain(w1, hidden_states)
+        )
+        if not covered:
+            super().apply(
+                output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
+                a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
+            )  # fmt: skip
+            return
+        adapter, tiles = self._adapter(), self.tiles
+        config = try_get_optimal_moe_config(w1.shape, w2.shape, top_k, None, tokens)
+        pairs, of_block, padded = _prepare_expert_assignment(topk_ids, config, tokens, top_k, w1.shape[0], None)
+        blocks = experts.Blocks(of_block, pairs, padded, config["BLOCK_SIZE_M"])
+
+        def gemm(x: Tensor, w: Tensor, y: Tensor, weights: Tensor | None, rows_a_token: int) -> None:
+            invoke_fused_moe_triton_kernel(
+                x, w, y, None, None, weights, pairs, of_block, padded, weights is not None, rows_a_token, config,
+                compute_type=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16, use_fp8_w8a8=False,
+                use_int8_w8a8=False, use_int8_w8a16=False, use_int4_w4a16=False, per_channel_quant=False,
+            )  # fmt: skip
+
+        gate_up = _resize_cache(workspace2, (tokens, top_k, w1.shape[1]))
+        active = _resize_cache(workspace13, (tokens * top_k, w1.shape[1] // 2))
+        t = experts.shrink(hidden_states, adapter, slots, blocks, top_k, tiles)
+        gemm(hidden_states, w1, gate_up, None, top_k)
+        t = experts.activate(gate_up.flatten(0, 1), t, adapter, slots, blocks, top_k, active, tiles)
+        down = _resize_cache(workspace2, (tokens, top_k, w2.shape[1]))
+        gemm(active, w2, down, topk_weights, 1)
+        experts.combine(down.flatten(0, 1), t, adapter, slots, topk_weights, topk_ids, output, tiles)
+
+    def _slots(self, tokens: int) -> Tensor | None:
+        """(tokens,) adapter slot of each token; None where no token has LoRA or the step is not one for our kernels."""
+        context = self._lora_context
+        if context is None or tokens > MAX_TOKENS or context.local_token_lora_mapping is not None:
+            return None
+        if context.fully_sharded or context.enable_moe_shared_loras or context.aux_stream is not None:
+            return None
+        if context.w2_lora_a_stacked[0].shape[2] > MAX_EXPERT_RANK:
+            return None
+        punica = context.punica_wrapper
+        meta = punica.token_mapping_meta.meta_args(tokens, punica.lora_config.specialize_active_lora)
+        return None if meta[5].item() else meta[0]
+
+    def _is_plain(self, w1: Tensor, x: Tensor) -> bool:
+        """Unquantized weights, no biases, no clamp."""
+        return (
+            w1.dtype == x.dtype
+            and x.dtype in (torch.bfloat16, torch.float16)
+            and self.quant_dtype is None
+            and self.w1_bias is None
+            and self.activation_config.clamp_limit is None
+            and self.post_gemm2_hook is None
+        )
+
+    def _adapter(self) -> experts.ExpertAdapter:
+        context = self._lora_context
+        return experts.ExpertAdapter(
+            context.w13_lora_a_stacked,
+            context.w13_lora_b_stacked,
+            context.w2_lora_a_stacked[0],
+            context.w2_lora_b_stacked[0],
+        )
+
+
+def _punica_add_lora_linear(
+    self: Any, y: Tensor, x: Tensor, lora_a_stacked: Any, lora_b_stacked: Any, scale: float, output_slices: Any, *,
+    buffer: Tensor | None = None, add_inputs: bool = True, **unused: Any,
+) -> None:  # fmt: skip
+    """In the place of `PunicaWrapperGPU.add_lora_linear`; traced by torch.compile, so all it does is call the operator."""
+    meta = self.token_mapping_meta.meta_args(x.size(0), self.lora_config.specialize_active_lora)
+    torch.ops.beam_rl.add_lora_linear(y, x, list(lora_a_stacked), list(lora_b_stacked), *meta, scale, add_inputs)
+
+
+def _add_lora_linear(
+    y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], slots: Tensor, by_slot: Tensor, tokens_a_slot: Tensor,
+    slot_starts: Tensor, slot_ids: Tensor, no_lora: Tensor, active_slots: Tensor, scale: float, add: bool,
+) -> None:  # fmt: skip
+    """y += scale · x Aᵀ Bᵀ; the seven arguments after `b` are vLLM's metadata of the step."""
+    if no_lora.item():
+        return
+    if len(x) <= MAX_TOKENS and linear.supported(a, b) and x.stride(-1) == 1:
+        linear.add_lora(y, x, a, b, slots, scale, add, LINEAR_TILES)
+        return
+    buffer = torch.empty(len(a), len(x), a[0].shape[-2], dtype=torch.float32, device=x.device)
+    meta = (slots, by_slot, tokens_a_slot, slot_starts, slot_ids, no_lora, active_slots)
+    _lora_shrink(x, a, buffer, *meta, scale)
+    _lora_expand(buffer, b, y, *meta, add_inputs=add)
+
+
+LINEAR_TILES = linear.Tiles()
