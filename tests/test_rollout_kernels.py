@@ -60,7 +60,7 @@ def test_expert_lora_kernels_compute_what_plain_torch_does(fused: bool, by_exper
         random(slots, n_experts, hidden, rank),
     )
     blocks = grouped(ids, 16, n_experts) if by_expert else experts.Blocks(ids.flatten(), None, None, 16)
-    small = {"shrink_k": 16, "shrink_splits": 2, "activate_n": 16, "activate_tiles": 2, "combine_n": 16}
+    small = {"shrink_k": 16, "shrink_splits": 2, "activate_n": 16, "combine_n": 16}
     tiles = experts.Tiles(**({} if ON_GPU else small))
 
     t_in = experts.shrink(x, adapter, of_token, blocks, top_k, tiles)
@@ -68,7 +68,7 @@ def test_expert_lora_kernels_compute_what_plain_torch_does(fused: bool, by_exper
         torch.full((tokens * top_k, inner), torch.nan, dtype=DTYPE, device=DEVICE),
         torch.full_like(x, torch.nan),
     )
-    t_out = experts.activate(gate_up, t_in, adapter, of_token, blocks, top_k, active, tiles)
+    t_out = experts.activate(gate_up, t_in, adapter, of_token, ids, active, tiles)
     want_active, want = experts.reference(x, gate_up, w2, adapter, of_token, weights, ids)
     flat = ids.flatten().long()
     down = torch.stack([w2[e].float() @ row.float() for e, row in zip(flat.tolist(), active, strict=True)])
@@ -94,7 +94,7 @@ def test_linear_lora_kernels_compute_what_plain_torch_does(widths: tuple[int, ..
     delta = linear.reference(x, a, b, of_token, 0.5)
     want = (y.float() + delta.float()).to(DTYPE) if add else delta
     tiles = linear.Tiles() if ON_GPU else linear.Tiles(shrink_k=16, shrink_splits=2, expand_n=32)
-    linear.add_lora(y, x, a, b, of_token, 0.5, add, tiles)
+    linear.expand(y, linear.shrink(x, a, of_token, tiles), b, of_token, 0.5, tiles, add)
     assert (y - want).float().norm() < TOLERANCE * want.float().norm()
 
 

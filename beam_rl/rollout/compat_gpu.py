@@ -4,21 +4,27 @@
 
 - the expert kernel of a MoE layer with LoRA: `TritonExperts.apply` becomes `LoRAExperts.apply`, which uses the base GEMM's
   own grouping of tokens by expert (vLLM groups them a second time for LoRA) and folds LoRA into the kernels around it;
-- `PunicaWrapperGPU.add_lora_linear`, the LoRA of dense layers.
+- the dense layers with LoRA: base GEMM and LoRA become one operator.
+
+In both, the product with A runs on a second stream beside the base GEMM, which has the same input.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 from vllm.config.lora import LoRAConfig
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
 from vllm.lora.ops.triton_ops.lora_shrink_op import _lora_shrink
-from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import (
@@ -27,6 +33,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe import (
     try_get_optimal_moe_config,
 )
 from vllm.model_executor.layers.fused_moe.utils import _resize_cache
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from beam_rl.rollout.kernels import experts, linear
@@ -36,6 +43,7 @@ MAX_TOKENS = 128  # of a step that the kernels run; above it the token-by-token 
 MAX_EXPERT_RANK = 16  # the kernels hold rank · top_k columns in registers
 
 _library = torch.library.Library("beam_rl", "FRAGMENT")
+_stock_apply_linear = BaseLinearLayerWithLoRA._apply_sync
 _installed = False
 
 
@@ -51,10 +59,8 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    direct_register_custom_op(
-        "add_lora_linear", _add_lora_linear, mutates_args=["y"], fake_impl=lambda *_: None, target_lib=_library
-    )
-    PunicaWrapperGPU.add_lora_linear = _punica_add_lora_linear
+    direct_register_custom_op("linear_with_lora", _linear_with_lora, fake_impl=_linear_shape, target_lib=_library)
+    BaseLinearLayerWithLoRA._apply_sync = _apply_linear
     set_mapping = FusedMoEWithLoRA.set_mapping
 
     def set_mapping_and_kernel(self: Any, punica_wrapper: Any) -> None:
@@ -136,9 +142,11 @@ class LoRAExperts(TritonExperts):
 
         gate_up = _resize_cache(workspace2, (tokens, top_k, w1.shape[1]))
         active = _resize_cache(workspace13, (tokens * top_k, w1.shape[1] // 2))
-        t = experts.shrink(hidden_states, adapter, slots, blocks, top_k, tiles)
+        with _side.fork():
+            t = experts.shrink(hidden_states, adapter, slots, blocks, top_k, tiles)
         gemm(hidden_states, w1, gate_up, None, top_k)
-        t = experts.activate(gate_up.flatten(0, 1), t, adapter, slots, blocks, top_k, active, tiles)
+        _side.join()
+        t = experts.activate(gate_up.flatten(0, 1), t, adapter, slots, topk_ids, active, tiles)
         down = _resize_cache(workspace2, (tokens, top_k, w2.shape[1]))
         gemm(active, w2, down, topk_weights, 1)
         experts.combine(down.flatten(0, 1), t, adapter, slots, topk_weights, topk_ids, output, tiles)
@@ -177,29 +185,67 @@ class LoRAExperts(TritonExperts):
         )
 
 
-def _punica_add_lora_linear(
-    self: Any, y: Tensor, x: Tensor, lora_a_stacked: Any, lora_b_stacked: Any, scale: float, output_slices: Any, *,
-    buffer: Tensor | None = None, add_inputs: bool = True, **unused: Any,
-) -> None:  # fmt: skip
-    """In the place of `PunicaWrapperGPU.add_lora_linear`; traced by torch.compile, so all it does is call the operator."""
-    meta = self.token_mapping_meta.meta_args(x.size(0), self.lora_config.specialize_active_lora)
-    torch.ops.beam_rl.add_lora_linear(y, x, list(lora_a_stacked), list(lora_b_stacked), *meta, scale, add_inputs)
+def _apply_linear(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """In the place of `BaseLinearLayerWithLoRA._apply_sync`; traced by torch.compile."""
+    if type(self._get_quant_method()) is not UnquantizedLinearMethod or x.ndim != 2:
+        return _stock_apply_linear(self, x, bias)
+    punica = self.punica_wrapper
+    meta = punica.token_mapping_meta.meta_args(x.size(0), punica.lora_config.specialize_active_lora)
+    a, b = list(self.lora_a_stacked), list(self.lora_b_stacked)
+    return torch.ops.beam_rl.linear_with_lora(x, self.base_layer.weight, bias, a, b, *meta)
 
 
-def _add_lora_linear(
-    y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], slots: Tensor, by_slot: Tensor, tokens_a_slot: Tensor,
-    slot_starts: Tensor, slot_ids: Tensor, no_lora: Tensor, active_slots: Tensor, scale: float, add: bool,
-) -> None:  # fmt: skip
-    """y += scale · x Aᵀ Bᵀ; the seven arguments after `b` are vLLM's metadata of the step."""
+def _linear_with_lora(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: list[Tensor], b: list[Tensor], slots: Tensor, by_slot: Tensor,
+    tokens_a_slot: Tensor, slot_starts: Tensor, slot_ids: Tensor, no_lora: Tensor, active_slots: Tensor,
+) -> Tensor:  # fmt: skip
+    """x Wᵀ + x Aᵀ Bᵀ; the last seven arguments are vLLM's metadata of the step."""
     if no_lora.item():
-        return
+        return F.linear(x, weight, bias)
     if len(x) <= MAX_TOKENS and linear.supported(a, b) and x.stride(-1) == 1:
-        linear.add_lora(y, x, a, b, slots, scale, add, LINEAR_TILES)
-        return
-    buffer = torch.empty(len(a), len(x), a[0].shape[-2], dtype=torch.float32, device=x.device)
+        with _side.fork():
+            t = linear.shrink(x, a, slots, LINEAR_TILES)
+        y = F.linear(x, weight, bias)
+        _side.join()
+        linear.expand(y, t, b, slots, 1.0, LINEAR_TILES)
+        return y
+    y = F.linear(x, weight, bias)
+    t = torch.empty(len(a), len(x), a[0].shape[-2], dtype=torch.float32, device=x.device)
     meta = (slots, by_slot, tokens_a_slot, slot_starts, slot_ids, no_lora, active_slots)
-    _lora_shrink(x, a, buffer, *meta, scale)
-    _lora_expand(buffer, b, y, *meta, add_inputs=add)
+    _lora_shrink(x, a, t, *meta, 1.0)
+    _lora_expand(t, b, y, *meta, add_inputs=True)
+    return y
 
 
+def _linear_shape(x: Tensor, weight: Tensor, *unused: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+class _Side:
+    """A second stream. What is launched within `fork` may run beside the main stream until `join`.
+
+    A tensor allocated within `fork` is safe to free after `join`: the next fork waits for the main stream first.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._forked = False
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        self._forked = not BreakableCUDAGraphCapture.is_active()  # such a capture holds one stream
+        if not self._forked:
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        if self._forked:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+_side = _Side()
 LINEAR_TILES = linear.Tiles()

@@ -51,16 +51,14 @@ class ExpertAdapter:
 class Tiles:
     """How the three kernels cut their work; found by `benchmarks`' sweep on one H200 at rank 8, 32 tokens."""
 
-    shrink_k: int = 256
+    shrink_k: int = 128
     shrink_splits: int = 4
-    shrink_warps: int = 4
+    shrink_warps: int = 2
     shrink_stages: int = 3
-    activate_n: int = 128
-    activate_tiles: int = 4
+    activate_n: int = 256
     activate_warps: int = 4
-    activate_stages: int = 2
     combine_n: int = 128
-    combine_warps: int = 4
+    combine_warps: int = 2
 
 
 @triton.jit
@@ -83,32 +81,33 @@ def _shrink_kernel(
     TOP_K: tl.constexpr, RANK: tl.constexpr, HALVES: tl.constexpr, COLS: tl.constexpr, SLOTS: tl.constexpr,
     SORTED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """out[split, pair, :] = x[token] · [A_gate; A_up]ᵀ over the split's part of the hidden size."""
+    """out[split, pair, :] = x[token] · [A_gate; A_up]ᵀ over the split's part of the hidden size; a block a program."""
     block, split = tl.program_id(0), tl.program_id(1)
     expert, pair = _block(experts, pairs, padded, block, n_pairs, SORTED, BM)
     if expert < 0:
         return
     valid = pair < n_pairs
     token = tl.where(valid, pair // TOP_K, 0)
-    slot = tl.load(slot_of_token + token, mask=valid, other=-1)
     col = tl.arange(0, COLS)
     used = col < RANK * HALVES
     a = tl.where(col < RANK, a_gate, a_up) + expert * a_expert + (col % RANK) * a_rank
     per_split = tl.cdiv(tl.cdiv(hidden, BK), SPLITS) * BK
     first = split * per_split
     last = tl.minimum(first + per_split, hidden)
+    slot = tl.load(slot_of_token + token, mask=valid, other=-1)
     total = tl.zeros((BM, COLS), tl.float32)
     for s in tl.static_range(SLOTS):
-        mine = valid & (slot == s)
         end = last
         if SLOTS > 1:
-            end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, last, first)
+            end = tl.where(tl.max((slot == s).to(tl.int32), 0) > 0, last, first)
+        of_slot = tl.zeros((BM, COLS), tl.float32)
         for k0 in range(first, end, BK):
             k = k0 + tl.arange(0, BK)
             inside = k < last
-            rows = tl.load(x + token[:, None] * x_row + k[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+            rows = tl.load(x + token[:, None] * x_row + k[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
             part = tl.load(a[:, None] + k[None, :], mask=used[:, None] & inside[None, :], other=0.0)
-            total = tl.dot(rows, tl.trans(part), total)
+            of_slot = tl.dot(rows, tl.trans(part), of_slot)
+        total = tl.where((slot == s)[:, None], of_slot, total)
         a += a_slot
     places = out + (split * n_pairs + pair)[:, None] * (RANK * HALVES) + col[None, :]
     tl.store(places, total, mask=valid[:, None] & used[None, :])
@@ -116,56 +115,43 @@ def _shrink_kernel(
 
 @triton.jit
 def _activate_kernel(
-    gate_up, t_in, b_gate, b_up, a_out, active, t_out, slot_of_token, experts, pairs, padded,
+    gate_up, t_in, b_gate, b_up, a_out, active, t_out, ids, slot_of_token,
     n_pairs, inner, gate_up_row, active_row, b_slot, b_expert, a_slot, a_expert, a_rank,
-    TOP_K: tl.constexpr, RANK: tl.constexpr, HALVES: tl.constexpr, COLS: tl.constexpr, SLOTS: tl.constexpr,
-    SORTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
+    TOP_K: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, HALVES: tl.constexpr, SPLITS: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gate's and up's LoRA, applies SiLU and the product, and multiplies the result with A of down."""
-    block, part = tl.program_id(0), tl.program_id(1)
-    expert, pair = _block(experts, pairs, padded, block, n_pairs, SORTED, BM)
-    if expert < 0:
-        return
-    valid = pair < n_pairs
-    slot = tl.load(slot_of_token + tl.where(valid, pair // TOP_K, 0), mask=valid, other=-1)
-    col = tl.arange(0, COLS)
-    up_from: tl.constexpr = RANK * (HALVES - 1)  # where up's columns of t begin; a fused A serves both
-    of_gate, of_up, of_down = col < RANK, (col >= up_from) & (col < up_from + RANK), col < RANK
+    """Adds gate's and up's LoRA, applies SiLU and the product, multiplies the result with A of down; a pair a program."""
+    pair, part = tl.program_id(0), tl.program_id(1)
+    n = part * BN + tl.arange(0, BN)
+    inside = n < inner
+    gate = tl.load(gate_up + pair.to(tl.int64) * gate_up_row + n, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + pair.to(tl.int64) * gate_up_row + inner + n, mask=inside, other=0.0).to(tl.float32)
+    expert = tl.load(ids + pair).to(tl.int64)
+    slot = tl.load(slot_of_token + pair // TOP_K).to(tl.int64)
     dtype = active.dtype.element_ty
-    wide = pair[:, None].to(tl.int64)
-
-    t = tl.zeros((BM, COLS), tl.float32)
+    r = tl.arange(0, RANKS)
+    used = (r < RANK) & (slot >= 0)
+    t_gate = tl.zeros((RANKS,), tl.float32)
+    t_up = tl.zeros((RANKS,), tl.float32)
     for split in tl.static_range(SPLITS):
-        places = t_in + (split * n_pairs + pair)[:, None] * (RANK * HALVES) + col[None, :]
-        t += tl.load(places, mask=valid[:, None] & (col < RANK * HALVES)[None, :], other=0.0)
-    t2 = tl.zeros((BM, COLS), tl.float32)
-    for tile in range(part * TILES, part * TILES + TILES):
-        n = tile * BN + tl.arange(0, BN)
-        inside = n < inner
-        here = valid[:, None] & inside[None, :]
-        gate_delta = tl.zeros((BM, BN), tl.float32)
-        up_delta = tl.zeros((BM, BN), tl.float32)
-        b_at = expert * b_expert + n[None, :] * RANK
-        for s in tl.static_range(SLOTS):
-            mine = tl.where((slot == s)[:, None], t, 0.0).to(dtype)
-            bg = tl.load(b_gate + b_at + col[:, None], mask=of_gate[:, None] & inside[None, :], other=0.0)
-            bu = tl.load(b_up + b_at + (col - up_from)[:, None], mask=of_up[:, None] & inside[None, :], other=0.0)
-            gate_delta = tl.dot(mine, bg, gate_delta)
-            up_delta = tl.dot(mine, bu, up_delta)
-            b_at += b_slot
-        gate = tl.load(gate_up + wide * gate_up_row + n[None, :], mask=here, other=0.0)
-        up = tl.load(gate_up + wide * gate_up_row + inner + n[None, :], mask=here, other=0.0)
-        gate = (gate.to(tl.float32) + gate_delta.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        up = (up.to(tl.float32) + up_delta.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        product = (gate / (1.0 + tl.exp(-gate)) * up).to(dtype)
-        tl.store(active + wide * active_row + n[None, :], product, mask=here)
-        a_at = a_out + expert * a_expert + n[:, None] + col[None, :] * a_rank
-        for s in tl.static_range(SLOTS):
-            a = tl.load(a_at, mask=inside[:, None] & of_down[None, :], other=0.0)
-            t2 = tl.dot(tl.where((slot == s)[:, None], product, 0.0), a, t2)
-            a_at += a_slot
-    places = t_out + (part * n_pairs + pair)[:, None] * RANK + col[None, :]
-    tl.store(places, t2, mask=valid[:, None] & of_down[None, :])
+        places = t_in + (split * n_pairs + pair) * (RANK * HALVES) + r
+        t_gate += tl.load(places, mask=r < RANK, other=0.0)
+        t_up += tl.load(places + RANK * (HALVES - 1), mask=r < RANK, other=0.0)  # a fused A serves both
+    b_at = slot * b_slot + expert * b_expert + n[:, None] * RANK + r[None, :]
+    b_mask = inside[:, None] & used[None, :]
+    bg = tl.load(b_gate + b_at, mask=b_mask, other=0.0).to(tl.float32)
+    bu = tl.load(b_up + b_at, mask=b_mask, other=0.0).to(tl.float32)
+    a_at = a_out + slot * a_slot + expert * a_expert + r[:, None] * a_rank + n[None, :]
+    a = tl.load(a_at, mask=used[:, None] & inside[None, :], other=0.0).to(tl.float32)
+
+    gate_delta = tl.sum(bg * t_gate.to(dtype).to(tl.float32)[None, :], 1)
+    up_delta = tl.sum(bu * t_up.to(dtype).to(tl.float32)[None, :], 1)
+    gate = (gate + gate_delta.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    up = (up + up_delta.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    product = (gate / (1.0 + tl.exp(-gate)) * up).to(dtype)
+    tl.store(active + pair.to(tl.int64) * active_row + n, product, mask=inside)
+    t = tl.sum(a * product.to(tl.float32)[None, :], 1)
+    tl.store(t_out + (part * n_pairs + pair) * RANK + r, t, mask=r < RANK)
 
 
 @triton.jit
@@ -180,28 +166,28 @@ def _combine_kernel(
     The adapters of the token's experts stand side by side as one matrix of top_k · rank columns.
     """
     token, tile = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slot_of_token + token).to(tl.int64)
-    dtype = y.dtype.element_ty
     n = tile * BN + tl.arange(0, BN)
     inside = n < hidden
     col = tl.arange(0, COLS)
-    used = (col < TOP_K * RANK) & (slot >= 0)
+    used = col < TOP_K * RANK
     pair, r = token * TOP_K + col // RANK, col % RANK
     expert = tl.load(ids + pair, mask=used, other=0).to(tl.int64)
-    offsets = expert[None, :] * b_expert + n[:, None] * RANK + r[None, :]
-    offsets = tl.max_contiguous(tl.multiple_of(offsets, (1, VECTOR)), (1, VECTOR))
-    b = tl.load(b_out + slot * b_slot + offsets, mask=inside[:, None] & used[None, :], other=0.0)
-
-    part = tl.arange(0, PARTS2)
-    places = t_out + (part[:, None] * n_pairs + pair[None, :]) * RANK + r[None, :]
-    t = tl.sum(tl.load(places, mask=(part < PARTS)[:, None] & used[None, :], other=0.0), 0).to(dtype).to(tl.float32)
-    t *= tl.load(weights + pair, mask=used, other=0.0)
-    total = tl.sum(b.to(tl.float32) * t[None, :], 1)
-
+    slot = tl.load(slot_of_token + token).to(tl.int64)
     j = tl.arange(0, TOP_K2)
     places = down + (token * TOP_K + j)[:, None].to(tl.int64) * down_row + n[None, :]
     rows = tl.load(places, mask=(j < TOP_K)[:, None] & inside[None, :], other=0.0)
-    total += tl.sum(rows.to(tl.float32), 0)
+    part = tl.arange(0, PARTS2)
+    places = t_out + (part[:, None] * n_pairs + pair[None, :]) * RANK + r[None, :]
+    parts = tl.load(places, mask=(part < PARTS)[:, None] & used[None, :], other=0.0)
+    weight = tl.load(weights + pair, mask=used, other=0.0)
+    offsets = expert[None, :] * b_expert + n[:, None] * RANK + r[None, :]
+    offsets = tl.max_contiguous(tl.multiple_of(offsets, (1, VECTOR)), (1, VECTOR))
+    b_mask = inside[:, None] & (used & (slot >= 0))[None, :]
+    b = tl.load(b_out + slot * b_slot + offsets, mask=b_mask, other=0.0)
+
+    dtype = y.dtype.element_ty
+    t = weight * tl.sum(parts, 0).to(dtype).to(tl.float32)
+    total = tl.sum(b.to(tl.float32) * t[None, :], 1) + tl.sum(rows.to(tl.float32), 0)
     tl.store(y + token.to(tl.int64) * y_row + n, total.to(dtype), mask=inside)
 
 
@@ -237,19 +223,13 @@ def shrink(x: Tensor, adapter: ExpertAdapter, slots: Tensor, blocks: Blocks, top
 
 
 def activate(
-    gate_up: Tensor,
-    t_in: Tensor,
-    adapter: ExpertAdapter,
-    slots: Tensor,
-    blocks: Blocks,
-    top_k: int,
-    active: Tensor,
-    tiles: Tiles,
+    gate_up: Tensor, t_in: Tensor, adapter: ExpertAdapter, slots: Tensor, ids: Tensor, active: Tensor, tiles: Tiles
 ) -> Tensor:
     """SiLU and product of gate and up with their LoRA, into `active`, and `active` A2ᵀ.
 
     Args:
-        gate_up: (pairs, 2 · inner) of the base GEMM. t_in: what `shrink` gave. active: (pairs, inner), written.
+        gate_up: (pairs, 2 · inner) of the base GEMM. t_in: what `shrink` gave. ids: (tokens, top_k) experts.
+        active: (pairs, inner), written.
     Returns:
         (parts, pairs, rank) FP32 partial sums.
     """
@@ -257,14 +237,14 @@ def activate(
     a, b_gate = adapter.a_out, adapter.b_in[0]
     rank, halves = a.shape[2], len(adapter.a_in)
     b_up = adapter.b_in[1] if halves == 2 else b_gate[:, :, inner:]
-    parts = triton.cdiv(inner, tiles.activate_n * tiles.activate_tiles)
+    block = min(tiles.activate_n, triton.next_power_of_2(inner))
+    parts = triton.cdiv(inner, block)
     t_out = torch.empty(parts, n_pairs, rank, dtype=torch.float32, device=active.device)
-    _activate_kernel[(_grid(blocks), parts)](
-        gate_up, t_in, b_gate, b_up, a, active, t_out, slots, blocks.experts, blocks.pairs, blocks.padded,
+    _activate_kernel[(n_pairs, parts)](
+        gate_up, t_in, b_gate, b_up, a, active, t_out, ids, slots,
         n_pairs, inner, gate_up.stride(0), active.stride(0), *b_gate.stride()[:2], *a.stride()[:3],
-        TOP_K=top_k, RANK=rank, HALVES=halves, COLS=_columns(rank * halves), SLOTS=a.shape[0],
-        SORTED=blocks.pairs is not None, BM=blocks.size, BN=tiles.activate_n, TILES=tiles.activate_tiles,
-        SPLITS=len(t_in), num_warps=tiles.activate_warps, num_stages=tiles.activate_stages,
+        TOP_K=ids.shape[1], RANK=rank, RANKS=triton.next_power_of_2(rank), HALVES=halves, SPLITS=len(t_in), BN=block,
+        num_warps=tiles.activate_warps,
     )  # fmt: skip
     return t_out
 

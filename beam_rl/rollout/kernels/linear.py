@@ -21,7 +21,7 @@ class Tiles:
     """How the two kernels cut their work; found by a sweep on one H200 at rank 64, 32 tokens."""
 
     shrink_k: int = 128
-    shrink_splits: int = 16
+    shrink_splits: int = 10
     shrink_ranks: int = 32
     shrink_warps: int = 4
     shrink_stages: int = 3
@@ -39,7 +39,7 @@ def _shrink_kernel(
     x, a0, a1, a2, a3, out, slot_of_token,
     tokens, hidden, x_row, a_slot, a_rank,
     RANK: tl.constexpr, SLICES: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[split, slice, token, rank] = x · A[slice]ᵀ over the split's part of the hidden size."""
     split, token_block = tl.program_id(0), tl.program_id(2)
@@ -52,8 +52,6 @@ def _shrink_kernel(
     per_split = tl.cdiv(tl.cdiv(hidden, BK), SPLITS) * BK
     first = split * per_split
     last = tl.minimum(first + per_split, hidden)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     slot = tl.load(slot_of_token + token, mask=valid, other=-1)
     total = tl.zeros((BM, BR), tl.float32)
     for s in tl.static_range(SLOTS):
@@ -77,7 +75,7 @@ def _expand_kernel(
     t, b0, b1, b2, b3, y, slot_of_token,
     tokens, y_row, scale, n0, n1, n2, n3,
     RANK: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
-    ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """y[:, slice] = (y +) scale · t[slice] · B[slice]ᵀ; each program has BN columns of one slice."""
     tile, token_block = tl.program_id(0), tl.program_id(1)
@@ -100,8 +98,6 @@ def _expand_kernel(
     b_mask = (n < width)[None, :] & (r < RANK)[:, None]
     dtype = y.dtype.element_ty
     b = tl.load(b_at, mask=b_mask, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     slot = tl.load(slot_of_token + token, mask=valid, other=-1)
     total = tl.zeros((BM, RANKS), tl.float32)
     for split in tl.static_range(SPLITS):
@@ -131,38 +127,52 @@ def supported(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     )
 
 
-def add_lora(
-    y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], slots: Tensor, scale: float, add: bool, tiles: Tiles,
-    pdl: bool = False,
-) -> None:  # fmt: skip
-    """y += scale · x Aᵀ Bᵀ slice by slice, or y = where not `add`.
+def shrink(x: Tensor, a: Sequence[Tensor], slots: Tensor, tiles: Tiles) -> Tensor:
+    """x Aᵀ of each slice.
 
     Args:
-        y: (tokens, sum of the slices' widths). x: (tokens, hidden). a: (slots, 1, rank, hidden) of each slice.
-        b: (slots, 1, width, rank) of each slice. slots: (≥ tokens,) int32 slot of each token, −1 for none.
+        x: (tokens, hidden). a: (slots, 1, rank, hidden) of each slice. slots: (≥ tokens,) int32 slot of each token.
+    Returns:
+        (splits, slices, tokens, rank) FP32 partial sums.
     """
     tokens, hidden = x.shape
-    rank, n_slots = a[0].shape[-2], a[0].shape[0]
-    block = min(64, max(16, triton.next_power_of_2(tokens)))
-    blocks = triton.cdiv(tokens, block)
+    rank = a[0].shape[-2]
+    block = _token_block(tokens)
     t = torch.empty(tiles.shrink_splits, len(a), tokens, rank, dtype=torch.float32, device=x.device)
-    ranks = min(tiles.shrink_ranks, max(16, triton.next_power_of_2(rank)))
-    _shrink_kernel[(tiles.shrink_splits, len(a) * triton.cdiv(rank, ranks), blocks)](
+    ranks = min(tiles.shrink_ranks, _ranks(rank))
+    grid = (tiles.shrink_splits, len(a) * triton.cdiv(rank, ranks), triton.cdiv(tokens, block))
+    _shrink_kernel[grid](
         x, *_four(a), t, slots, tokens, hidden, x.stride(0), a[0].stride(0), a[0].stride(-2),
-        RANK=rank, SLICES=len(a), SLOTS=n_slots, SPLITS=tiles.shrink_splits, BM=block, BR=ranks, BK=tiles.shrink_k,
-        PDL=pdl, num_warps=tiles.shrink_warps, num_stages=tiles.shrink_stages, **_launch(pdl),
+        RANK=rank, SLICES=len(a), SLOTS=a[0].shape[0], SPLITS=tiles.shrink_splits, BM=block, BR=ranks,
+        BK=tiles.shrink_k, num_warps=tiles.shrink_warps, num_stages=tiles.shrink_stages,
     )  # fmt: skip
-    widths = [s.shape[-2] for s in b]
-    _expand_kernel[(sum(triton.cdiv(w, tiles.expand_n) for w in widths), blocks)](
+    return t
+
+
+def expand(
+    y: Tensor, t: Tensor, b: Sequence[Tensor], slots: Tensor, scale: float, tiles: Tiles, add: bool = True
+) -> None:
+    """y += scale · t Bᵀ slice by slice, or y = where not `add`.
+
+    Args:
+        y: (tokens, sum of the slices' widths). t: what `shrink` gave. b: (slots, 1, width, rank) of each slice.
+    """
+    splits, _, tokens, rank = t.shape
+    block, widths = _token_block(tokens), [s.shape[-2] for s in b]
+    _expand_kernel[(sum(triton.cdiv(w, tiles.expand_n) for w in widths), triton.cdiv(tokens, block))](
         t, *_four(b), y, slots, tokens, y.stride(0), scale, *_four(widths),
-        RANK=rank, RANKS=max(16, triton.next_power_of_2(rank)), SLICES=len(b), SLOTS=n_slots,
-        SPLITS=tiles.shrink_splits, ADD=add, BM=block, BN=tiles.expand_n,
-        PDL=pdl, num_warps=tiles.expand_warps, **_launch(pdl),
+        RANK=rank, RANKS=_ranks(rank), SLICES=len(b), SLOTS=b[0].shape[0], SPLITS=splits, ADD=add, BM=block,
+        BN=tiles.expand_n, num_warps=tiles.expand_warps,
     )  # fmt: skip
 
 
-def _launch(pdl: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if pdl else {}
+def _token_block(tokens: int) -> int:
+    return min(64, max(16, triton.next_power_of_2(tokens)))
+
+
+def _ranks(rank: int) -> int:
+    """The rank as a power of two, and 16 at least for the tensor cores."""
+    return max(16, triton.next_power_of_2(rank))
 
 
 def _four(values: Sequence) -> list:
@@ -171,7 +181,7 @@ def _four(values: Sequence) -> list:
 
 
 def reference(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], slots: Tensor, scale: float) -> Tensor:
-    """What `add_lora` adds, in plain torch: (tokens, sum of widths), rounded as the kernels round."""
+    """What `shrink` and `expand` add, in plain torch: (tokens, sum of widths), rounded as the kernels round."""
     dtype, rows = x.dtype, []
     for row, slot in zip(x, slots[: len(x)].tolist(), strict=True):
         parts = []
