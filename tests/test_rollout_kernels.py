@@ -60,7 +60,7 @@ def test_expert_lora_kernels_compute_what_plain_torch_does(fused: bool, by_exper
         random(slots, n_experts, hidden, rank),
     )
     blocks = grouped(ids, 16, n_experts) if by_expert else experts.Blocks(ids.flatten(), None, None, 16)
-    small = {"shrink_k": 16, "shrink_splits": 2, "activate_n": 16, "combine_n": 16}
+    small = {"shrink_k": 16, "shrink_splits": 2, "activate_n": 16, "expand_n": 16, "combine_n": 16}
     tiles = experts.Tiles(**({} if ON_GPU else small))
 
     t_in = experts.shrink(x, adapter, of_token, blocks, top_k, tiles)
@@ -73,7 +73,7 @@ def test_expert_lora_kernels_compute_what_plain_torch_does(fused: bool, by_exper
     flat = ids.flatten().long()
     down = torch.stack([w2[e].float() @ row.float() for e, row in zip(flat.tolist(), active, strict=True)])
     down = (weights.flatten()[:, None] * down).to(DTYPE)
-    experts.combine(down, t_out, adapter, of_token, weights, ids, y, tiles)
+    experts.combine(down, experts.expand(t_out, adapter, of_token, weights, ids, tiles), y, tiles)
 
     assert (active - want_active).float().norm() < TOLERANCE * want_active.float().norm()
     assert (y - want).float().norm() < TOLERANCE * want.float().norm()

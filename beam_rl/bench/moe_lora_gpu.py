@@ -19,11 +19,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from beam_rl.bench.result import Result
 
 HIDDEN, EXPERTS, TOP_K, HEAD_DIM, VOCABULARY = 5120, 256, 8, 128, 32_000
 RANK, ADAPTER = 64, 1
-PROMPT_TOKENS, NEW_TOKENS, RUNS = 16, 256, 5
+PROMPT_TOKENS, NEW_TOKENS, FEW_TOKENS, RUNS = 16, 256, 32, 3
 TARGETS = ["qkv_proj", "o_proj", "experts"]
 A_STD, B_STD = 0.02, 1e-5  # random, and too small to change which experts the tokens go to
 TRACED_STEPS = 12
@@ -43,96 +45,136 @@ class Shape:
     kv_heads: int
     inner: int  # of an expert
 
-    def weight_bytes(self, tokens: int) -> int:
-        """Bytes of weights that a decode step reads, for uniform routing."""
-        attention = HIDDEN * HEAD_DIM * 2 * (self.heads + self.kv_heads)
-        experts = 3 * HIDDEN * self.inner * experts_hit(tokens)
-        return int(2 * (self.layers * (attention + experts + HIDDEN * EXPERTS) + HIDDEN * VOCABULARY))
+    def bytes(self) -> int:
+        """Bytes of the model's weights."""
+        return self._bytes(EXPERTS, 0) + 2 * HIDDEN * VOCABULARY
 
-    def adapter_bytes(self, tokens: int, expert_rank: int) -> int:
-        """Bytes of adapters that a decode step reads."""
-        attention = RANK * (4 * HIDDEN + HEAD_DIM * (2 * self.heads + 2 * self.kv_heads))
-        experts = 3 * expert_rank * (HIDDEN + self.inner) * experts_hit(tokens)
-        return int(2 * self.layers * (attention + experts))
+    def step_bytes(self, tokens: int, expert_rank: int) -> int:
+        """Bytes of weights and adapters that a decode step reads, for uniform routing; rank 0: no LoRA at all."""
+        return self._bytes(EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** tokens), expert_rank)
+
+    def _bytes(self, experts: float, expert_rank: int) -> int:
+        wide, narrow = HEAD_DIM * self.heads, HEAD_DIM * self.kv_heads
+        layer = 2 * HIDDEN * (wide + narrow) + 3 * HIDDEN * self.inner * experts + HIDDEN * EXPERTS
+        if expert_rank:
+            layer += RANK * (4 * HIDDEN + 2 * wide + 2 * narrow) + 3 * expert_rank * (HIDDEN + self.inner) * experts
+        return int(2 * (self.layers * layer + HIDDEN * VOCABULARY))
 
 
 SHAPES = {"whole": Shape(4, 48, 8, 2560), "shard": Shape(8, 6, 1, 320)}
 
 
-def experts_hit(tokens: int) -> float:
-    """Expected number of different experts of a layer that a step's tokens go to."""
-    return EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** tokens)
+def bench(shapes: Sequence[str] = tuple(SHAPES), modes: Sequence[Mode] = tuple(Mode), concurrency: int = 32) -> Result:
+    """Measures each shape in each mode, every engine in a process of its own; the figure is the first shape's.
 
+    As many engines as fit start together; each is measured alone.
+    """
+    import torch
 
-def bench(shape: str, concurrency: int, modes: Sequence[Mode] = tuple(Mode)) -> Result:
-    """Runs each mode's engine and sets the rates side by side."""
     context = get_context("spawn")
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-    children = []
-    for mode in modes:
-        ours, theirs = context.Pipe()
-        child = context.Process(target=_child, args=(theirs, shape, mode, concurrency))
-        child.start()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    engines: dict[str, list[_Engine]] = {}
+    for shape in shapes:
+        engines[shape] = [_Engine(context, shape, mode, concurrency) for mode in modes]
+    outcomes = {}
+    for shape in shapes:
+        fit = max(1, int(torch.cuda.mem_get_info()[0] / (1.2 * SHAPES[shape].bytes() + 6 * 2**30)))
+        for first in range(0, len(modes), fit):
+            group = engines[shape][first : first + fit]
+            for engine in group:
+                engine.tell("start")
+            for engine in group:
+                engine.answer()
+            for engine in group:
+                engine.tell("measure")
+                engine.finish()
+        outcomes[shape] = {engine.mode.value: engine.outcome for engine in engines[shape]}
+    return _result(outcomes, concurrency)
+
+
+class _Engine:
+    """One engine's process, and what came out of it. It imports vLLM at once, starts and measures when told."""
+
+    def __init__(self, context: Any, shape: str, mode: Mode, concurrency: int) -> None:
+        self.mode = mode
+        self.outcome: dict[str, Any] = {}
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_child, args=(theirs, shape, mode, concurrency))
+        self._process.start()
         theirs.close()
-        children.append((mode, child, ours))
-    outcomes: dict[str, Any] = {}
-    for mode, child, pipe in children:
+
+    def tell(self, word: str) -> None:
+        if not self.outcome:
+            self._pipe.send(word)
+
+    def answer(self) -> None:
+        """Waits for the child's next word; a failure is an outcome."""
+        if self.outcome:
+            return
         try:
-            pipe.send("go")
-            outcomes[mode.value] = pipe.recv()
+            self.outcome = self._pipe.recv()
         except EOFError:
-            outcomes[mode.value] = {"failed": "its process ended"}
-        child.join()
-    bandwidth = outcomes[modes[0].value].get("bandwidth_bytes_a_second", 0)
-    return _result(shape, concurrency, outcomes, bandwidth)
+            self.outcome = {"failed": "its process ended"}
 
-
-def _result(shape: str, concurrency: int, outcomes: dict[str, Any], bandwidth: float) -> Result:
-    from beam_rl.bench import measure
-
-    rate = {mode: outcome.get("tokens_a_second", 0.0) for mode, outcome in outcomes.items()}
-    limit = rate.get("none", 0.0) or float("nan")
-    size = SHAPES[shape]
-    for mode, outcome in outcomes.items():
-        ranks = {"none": 0, "padded": RANK}
-        read = size.weight_bytes(concurrency)
-        read += size.adapter_bytes(concurrency, ranks.get(mode, RANK // TOP_K)) if mode != "none" else 0
-        outcome["share_of_no_lora"] = rate[mode] / limit
-        if bandwidth:
-            outcome["floor_ms_a_step"] = read / bandwidth * 1e3
-    return Result(
-        name="moe-lora",
-        figure=rate.get("ours", 0.0),
-        unit="tokens/s",
-        limit=limit,
-        machine=measure.machine(measure.device()),
-        detail={
-            "shape": shape, **asdict(size), "hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K, "rank": RANK,
-            "expert_rank": RANK // TOP_K, "concurrency": concurrency, "new_tokens": NEW_TOKENS,
-            "bandwidth_bytes_a_second": bandwidth, "modes": outcomes,
-        },
-    )  # fmt: skip
+    def finish(self) -> None:
+        self.answer()
+        self._process.join()
 
 
 def _child(pipe: Any, shape: str, mode: Mode, concurrency: int) -> None:
     import vllm  # noqa: F401  # takes half a minute, while others run
 
-    pipe.recv()
     try:
-        pipe.send(run(SHAPES[shape], mode, concurrency))
+        pipe.recv()
+        began = time.perf_counter()
+        llm = _engine(SHAPES[shape], mode, concurrency)
+        started_s = time.perf_counter() - began
+        pipe.send({})
+        pipe.recv()
+        outcome = run(llm, SHAPES[shape], mode, concurrency) | {"engine_start_seconds": started_s}
+        typer.echo(f"moe-lora, {shape}, {mode.value}: {outcome['tokens_a_second']:.0f} tokens/s", err=True)
+        pipe.send(outcome)
+        os._exit(0)  # an orderly end of the engine takes many seconds, and nothing is left to keep
     except Exception as error:
         pipe.send({"failed": f"{type(error).__name__}: {error}"[:500]})
         raise
 
 
-def run(shape: Shape, mode: Mode, concurrency: int) -> dict[str, Any]:
-    """One engine: its rate, its step, its slots' bytes and a table of its kernels."""
+def _result(outcomes: dict[str, dict[str, Any]], concurrency: int) -> Result:
+    from beam_rl.bench import measure
+
+    bandwidths = [o["bandwidth_bytes_a_second"] for modes in outcomes.values() for o in modes.values() if "trace" in o]
+    bandwidth = max(bandwidths, default=float("nan"))
+    detail = {}
+    for shape, modes in outcomes.items():
+        size = SHAPES[shape]
+        base = modes.get("none", {}).get("tokens_a_second", float("nan"))
+        for mode, outcome in modes.items():
+            rank = {"none": 0, "padded": RANK}.get(mode, RANK // TOP_K)
+            outcome["share_of_no_lora"] = outcome.get("tokens_a_second", float("nan")) / base
+            outcome["floor_ms_a_step"] = size.step_bytes(concurrency, rank) / bandwidth * 1e3
+        detail[shape] = asdict(size) | {"modes": modes}
+    first = next(iter(outcomes.values()))
+    return Result(
+        name="moe-lora",
+        figure=first.get("ours", {}).get("tokens_a_second", 0.0),
+        unit="tokens/s",
+        limit=first.get("none", {}).get("tokens_a_second", float("nan")),
+        machine=measure.machine(measure.device()),
+        detail={
+            "hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K, "vocabulary": VOCABULARY, "rank": RANK,
+            "expert_rank": RANK // TOP_K, "concurrency": concurrency, "prompt_tokens": PROMPT_TOKENS,
+            "new_tokens": NEW_TOKENS, "bandwidth_bytes_a_second": bandwidth, "shapes": detail,
+        },
+    )  # fmt: skip
+
+
+def run(llm: Any, shape: Shape, mode: Mode, concurrency: int) -> dict[str, Any]:
+    """One engine's rate, its step, its slots' bytes and a table of its kernels."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    began = time.perf_counter()
-    llm = _engine(shape, mode, concurrency)
-    started_s = time.perf_counter() - began
     request = None if mode == Mode.none else LoRARequest("adapter", ADAPTER, "/held in memory")
     if request:
         llm.collective_rpc(_add_adapter)
@@ -149,20 +191,19 @@ def run(shape: Shape, mode: Mode, concurrency: int) -> dict[str, Any]:
         assert all(len(o.outputs[0].token_ids) == new_tokens for o in done)
         return took
 
-    seconds(32)
+    seconds(FEW_TOKENS)
     slot_bytes = llm.collective_rpc(_fill_slots)[0] if request else 0
-    seconds(32)
-    short = statistics.median(seconds(32) for _ in range(RUNS))
+    seconds(FEW_TOKENS)
+    few = statistics.median(seconds(FEW_TOKENS) for _ in range(RUNS))
     runs = sorted(seconds(NEW_TOKENS) for _ in range(RUNS))
     took = statistics.median(runs)
     return {
         "tokens_a_second": concurrency * NEW_TOKENS / took,
-        "spread": [concurrency * NEW_TOKENS / runs[-1], concurrency * NEW_TOKENS / runs[0]],
-        "step_ms": (took - short) / (NEW_TOKENS - 32) * 1e3,
+        "slowest_and_fastest": [concurrency * NEW_TOKENS / runs[-1], concurrency * NEW_TOKENS / runs[0]],
+        "step_ms": (took - few) / (NEW_TOKENS - FEW_TOKENS) * 1e3,
         "expert_slot_bytes": slot_bytes,
-        "engine_start_seconds": started_s,
-        "bandwidth_bytes_a_second": _bandwidth() if mode == Mode.none else None,
-        "trace": _trace(lambda: seconds(32), 2 * shape.layers),
+        "trace": _trace(lambda: seconds(FEW_TOKENS), 2 * shape.layers),
+        "bandwidth_bytes_a_second": _bandwidth(),
     }
 
 
@@ -187,11 +228,11 @@ def _engine(shape: Shape, mode: Mode, concurrency: int) -> Any:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": RANK, "lora_target_modules": TARGETS}
-    sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= concurrency]
     return LLM(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024,
-        max_num_seqs=concurrency, max_num_batched_tokens=2048, gpu_memory_utilization=0.85, seed=0,
-        enable_prefix_caching=False, compilation_config={"cudagraph_capture_sizes": sizes},
+        max_num_seqs=concurrency, max_num_batched_tokens=2048, seed=0, enable_prefix_caching=False,
+        gpu_memory_utilization=0.15, kv_cache_memory_bytes=2**30,  # several engines are held at one time
+        compilation_config={"cudagraph_capture_sizes": [concurrency], "cudagraph_mode": "FULL_DECODE_ONLY"},
         **({} if mode == Mode.none else lora),
     )  # fmt: skip
 
@@ -227,7 +268,7 @@ def _bandwidth() -> float:
     from triton.testing import do_bench
 
     torch.cuda.empty_cache()
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_(256)
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_(256)
     target = torch.empty_like(source)
     return 2 * source.numel() / (do_bench(lambda: target.copy_(source), return_mode="median") * 1e-3)
 

@@ -6,7 +6,7 @@
   own grouping of tokens by expert (vLLM groups them a second time for LoRA) and folds LoRA into the kernels around it;
 - the dense layers with LoRA: base GEMM and LoRA become one operator.
 
-In both, the product with A runs on a second stream beside the base GEMM, which has the same input.
+In both, what depends on the base GEMM's input alone runs on a second stream beside it.
 """
 
 from collections.abc import Iterator
@@ -147,9 +147,12 @@ class LoRAExperts(TritonExperts):
         gemm(hidden_states, w1, gate_up, None, top_k)
         _side.join()
         t = experts.activate(gate_up.flatten(0, 1), t, adapter, slots, topk_ids, active, tiles)
+        with _side.fork():
+            delta = experts.expand(t, adapter, slots, topk_weights, topk_ids, tiles)
         down = _resize_cache(workspace2, (tokens, top_k, w2.shape[1]))
         gemm(active, w2, down, topk_weights, 1)
-        experts.combine(down.flatten(0, 1), t, adapter, slots, topk_weights, topk_ids, output, tiles)
+        _side.join()
+        experts.combine(down.flatten(0, 1), delta, output, tiles)
 
     def _slots(self, tokens: int) -> Tensor | None:
         """(tokens,) adapter slot of each token; None where no token has LoRA or the step is not one for our kernels."""

@@ -1,14 +1,15 @@
-"""LoRA of routed experts in three kernels, two of which take the place of kernels that run without LoRA too.
+"""LoRA of routed experts in four kernels, two of which take the place of kernels that run without LoRA too.
 
 An expert layer without LoRA is: gate-up GEMM, SiLU and product, down GEMM, weighted sum over the token's experts. Here:
 
-    shrink      t1 = x A1ᵀ                                                  beside the gate-up GEMM
+    shrink      t1 = x A1ᵀ                                                  may run beside the gate-up GEMM
     activate    a = SiLU(gate + t1 B_gateᵀ) · (up + t1 B_upᵀ), t2 = a A2ᵀ    in the place of SiLU and product
-    combine     y = Σ over experts (down + weight · t2 B2ᵀ)                 in the place of the sum
+    expand      delta = Σ over experts weight · t2 B2ᵀ                      may run beside the down GEMM
+    combine     y = delta + Σ over experts down                             in the place of the sum
 
-so LoRA costs one launch a layer and the reading of its own weights. A rank of 8 is too small for a GEMM of its own: what
-counts is that each adapter byte is read once, in the shadow of what has to run anyway. Sums over K are split over programs
-into partial sums, which the next kernel adds: no atomics, so the same input gives the same bits.
+so what LoRA costs is hardly more than the reading of its own weights. A rank of 8 is too small for a GEMM of its own: what
+counts is that each adapter byte is read once, in the shadow of what has to run anyway. Sums over a long dimension are
+split over programs into partial sums, which the next kernel adds: no atomics, so the same input gives the same bits.
 
 The rows of all intermediates are pairs: token · top_k + position in the token's top-k list. `Blocks` says which pairs
 share an expert; it is what the base GEMM uses. An adapter slot of −1 means a token without LoRA.
@@ -49,16 +50,18 @@ class ExpertAdapter:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the three kernels cut their work; found by `benchmarks`' sweep on one H200 at rank 8, 32 tokens."""
+    """How the kernels cut their work; found by sweeps on one H200 at rank 8 and 32 tokens."""
 
     shrink_k: int = 128
     shrink_splits: int = 4
-    shrink_warps: int = 2
+    shrink_warps: int = 1
     shrink_stages: int = 3
     activate_n: int = 256
-    activate_warps: int = 4
-    combine_n: int = 128
-    combine_warps: int = 2
+    activate_warps: int = 1
+    expand_n: int = 64
+    expand_warps: int = 1
+    combine_n: int = 512
+    combine_warps: int = 4
 
 
 @triton.jit
@@ -155,13 +158,13 @@ def _activate_kernel(
 
 
 @triton.jit
-def _combine_kernel(
-    down, t_out, b_out, weights, ids, slot_of_token, y,
-    n_pairs, hidden, down_row, y_row, b_slot, b_expert,
-    TOP_K: tl.constexpr, TOP_K2: tl.constexpr, RANK: tl.constexpr, COLS: tl.constexpr,
-    PARTS: tl.constexpr, PARTS2: tl.constexpr, VECTOR: tl.constexpr, BN: tl.constexpr,
+def _expand_kernel(
+    t_out, b_out, weights, ids, slot_of_token, delta,
+    n_pairs, hidden, b_slot, b_expert,
+    TOP_K: tl.constexpr, RANK: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr, PARTS2: tl.constexpr,
+    VECTOR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """y[token] = Σ over the token's experts of (down, weighted already, + weight · t2 · B2ᵀ).
+    """delta[token] = Σ over the token's experts of weight · t2 · B2ᵀ.
 
     The adapters of the token's experts stand side by side as one matrix of top_k · rank columns.
     """
@@ -173,9 +176,6 @@ def _combine_kernel(
     pair, r = token * TOP_K + col // RANK, col % RANK
     expert = tl.load(ids + pair, mask=used, other=0).to(tl.int64)
     slot = tl.load(slot_of_token + token).to(tl.int64)
-    j = tl.arange(0, TOP_K2)
-    places = down + (token * TOP_K + j)[:, None].to(tl.int64) * down_row + n[None, :]
-    rows = tl.load(places, mask=(j < TOP_K)[:, None] & inside[None, :], other=0.0)
     part = tl.arange(0, PARTS2)
     places = t_out + (part[:, None] * n_pairs + pair[None, :]) * RANK + r[None, :]
     parts = tl.load(places, mask=(part < PARTS)[:, None] & used[None, :], other=0.0)
@@ -184,11 +184,23 @@ def _combine_kernel(
     offsets = tl.max_contiguous(tl.multiple_of(offsets, (1, VECTOR)), (1, VECTOR))
     b_mask = inside[:, None] & (used & (slot >= 0))[None, :]
     b = tl.load(b_out + slot * b_slot + offsets, mask=b_mask, other=0.0)
+    t = weight * tl.sum(parts, 0).to(b_out.dtype.element_ty).to(tl.float32)
+    tl.store(delta + token * hidden + n, tl.sum(b.to(tl.float32) * t[None, :], 1), mask=inside)
 
-    dtype = y.dtype.element_ty
-    t = weight * tl.sum(parts, 0).to(dtype).to(tl.float32)
-    total = tl.sum(b.to(tl.float32) * t[None, :], 1) + tl.sum(rows.to(tl.float32), 0)
-    tl.store(y + token.to(tl.int64) * y_row + n, total.to(dtype), mask=inside)
+
+@triton.jit
+def _combine_kernel(
+    down, delta, y, hidden, down_row, y_row, TOP_K: tl.constexpr, TOP_K2: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """y[token] = delta[token] + Σ over the token's experts of down, which is weighted already."""
+    token, tile = tl.program_id(0), tl.program_id(1)
+    n = tile * BN + tl.arange(0, BN)
+    inside = n < hidden
+    j = tl.arange(0, TOP_K2)
+    places = down + (token * TOP_K + j)[:, None].to(tl.int64) * down_row + n[None, :]
+    rows = tl.load(places, mask=(j < TOP_K)[:, None] & inside[None, :], other=0.0)
+    total = tl.load(delta + token * hidden + n, mask=inside, other=0.0) + tl.sum(rows.to(tl.float32), 0)
+    tl.store(y + token.to(tl.int64) * y_row + n, total.to(y.dtype.element_ty), mask=inside)
 
 
 def _columns(rank: int) -> int:
@@ -249,25 +261,37 @@ def activate(
     return t_out
 
 
-def combine(
-    down: Tensor, t_out: Tensor, adapter: ExpertAdapter, slots: Tensor, weights: Tensor, ids: Tensor, y: Tensor,
-    tiles: Tiles,
-) -> None:  # fmt: skip
-    """Sum over each token's experts of the down projections and their LoRA, into `y`.
+def expand(t_out: Tensor, adapter: ExpertAdapter, slots: Tensor, weights: Tensor, ids: Tensor, tiles: Tiles) -> Tensor:
+    """(tokens, hidden) FP32: the weighted sum of the down projections' LoRA over each token's experts.
 
     Args:
-        down: (pairs, hidden) of the base GEMM, multiplied by the routing weight. t_out: what `activate` gave.
-        weights, ids: (tokens, top_k) of each token's experts. y: (tokens, hidden), written.
+        t_out: what `activate` gave. weights, ids: (tokens, top_k) of each token's experts.
     """
     tokens, top_k = ids.shape
     b = adapter.b_out
-    rank, parts, hidden = b.shape[3], len(t_out), y.shape[1]
+    rank, parts, hidden = b.shape[3], len(t_out), b.shape[2]
+    delta = torch.empty(tokens, hidden, dtype=torch.float32, device=b.device)
+    _expand_kernel[(tokens, triton.cdiv(hidden, tiles.expand_n))](
+        t_out, b, weights, ids, slots, delta, tokens * top_k, hidden, *b.stride()[:2],
+        TOP_K=top_k, RANK=rank, COLS=triton.next_power_of_2(top_k * rank), PARTS=parts,
+        PARTS2=triton.next_power_of_2(parts), VECTOR=min(8, rank & -rank), BN=tiles.expand_n,
+        num_warps=tiles.expand_warps,
+    )  # fmt: skip
+    return delta
+
+
+def combine(down: Tensor, delta: Tensor, y: Tensor, tiles: Tiles) -> None:
+    """Sum over each token's experts of the down projections, and `delta`, into `y`.
+
+    Args:
+        down: (pairs, hidden) of the base GEMM, multiplied by the routing weight. delta: what `expand` gave.
+        y: (tokens, hidden), written.
+    """
+    tokens, hidden = y.shape
+    top_k = len(down) // tokens
     _combine_kernel[(tokens, triton.cdiv(hidden, tiles.combine_n))](
-        down, t_out, b, weights, ids, slots, y,
-        tokens * top_k, hidden, down.stride(0), y.stride(0), *b.stride()[:2],
-        TOP_K=top_k, TOP_K2=triton.next_power_of_2(top_k), RANK=rank, COLS=triton.next_power_of_2(top_k * rank),
-        PARTS=parts, PARTS2=triton.next_power_of_2(parts), VECTOR=min(8, rank & -rank), BN=tiles.combine_n,
-        num_warps=tiles.combine_warps,
+        down, delta, y, hidden, down.stride(0), y.stride(0),
+        TOP_K=top_k, TOP_K2=triton.next_power_of_2(top_k), BN=tiles.combine_n, num_warps=tiles.combine_warps,
     )  # fmt: skip
 
 
