@@ -21,6 +21,11 @@ def random(*shape: int, std: float = 1.0) -> torch.Tensor:
     return (torch.randn(*shape, device=DEVICE) * std).to(DTYPE)
 
 
+def slots_of_tokens(tokens: int, slots: int) -> torch.Tensor:
+    """Every slot, and at either side one that is none."""
+    return torch.arange(tokens, dtype=torch.int32, device=DEVICE) % (slots + 2) - 1
+
+
 def grouped(ids: torch.Tensor, size: int, n_experts: int) -> experts.Blocks:
     """Pairs by expert, each expert's padded to whole blocks; some unused blocks at the end, as vLLM's alignment has."""
     flat, pairs, of_block = ids.flatten().tolist(), [], []
@@ -49,7 +54,7 @@ def test_expert_lora_kernels_compute_what_plain_torch_does(fused: bool, by_exper
     hidden, inner = (1024, 320) if ON_GPU else (48, 40)
     ids = torch.stack([torch.randperm(n_experts, device=DEVICE)[:top_k] for _ in range(tokens)]).int()
     weights = torch.rand(tokens, top_k, device=DEVICE)
-    of_token = torch.randint(-1, slots, (tokens,), device=DEVICE, dtype=torch.int32)
+    of_token = slots_of_tokens(tokens, slots)
     x, gate_up = random(tokens, hidden), random(tokens * top_k, 2 * inner)
     w2 = random(n_experts, hidden, inner, std=inner**-0.5)
     halves = 1 if fused else 2
@@ -90,7 +95,7 @@ def test_linear_lora_kernels_compute_what_plain_torch_does(widths: tuple[int, ..
     x, y = random(tokens, hidden), random(tokens, sum(widths))
     a = [random(slots, 1, rank, hidden, std=hidden**-0.5) for _ in widths]
     b = [random(slots, 1, w, rank) for w in widths]
-    of_token = torch.randint(-1, slots, (tokens + 3,), device=DEVICE, dtype=torch.int32)
+    of_token = slots_of_tokens(tokens + 3, slots)
     delta = linear.reference(x, a, b, of_token, 0.5)
     want = (y.float() + delta.float()).to(DTYPE) if add else delta
     tiles = linear.Tiles() if ON_GPU else linear.Tiles(shrink_k=16, shrink_splits=2, expand_n=32)

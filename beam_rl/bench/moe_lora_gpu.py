@@ -28,6 +28,7 @@ RANK, ADAPTER = 64, 1
 PROMPT_TOKENS, NEW_TOKENS, FEW_TOKENS, RUNS = 16, 256, 32, 3
 TARGETS = ["qkv_proj", "o_proj", "experts"]
 A_STD, B_STD = 0.02, 1e-5  # random, and too small to change which experts the tokens go to
+PROBE_B_STD = 0.01  # LoRA as large as the base: to compare values
 TRACED_STEPS = 12
 
 
@@ -154,7 +155,11 @@ def _result(outcomes: dict[str, dict[str, Any]], concurrency: int) -> Result:
             rank = {"none": 0, "padded": RANK}.get(mode, RANK // TOP_K)
             outcome["share_of_no_lora"] = outcome.get("tokens_a_second", float("nan")) / base
             outcome["floor_ms_a_step"] = size.step_bytes(concurrency, rank) / bandwidth * 1e3
-        detail[shape] = asdict(size) | {"modes": modes}
+        detail[shape] = asdict(size) | {
+            "modes": {mode: {k: v for k, v in o.items() if k != "probe"} for mode, o in modes.items()},
+            "logprob_difference_ours_exact": _difference(modes.get("ours", {}), modes.get("exact", {})),
+            "logprob_difference_none_exact": _difference(modes.get("none", {}), modes.get("exact", {})),
+        }
     first = next(iter(outcomes.values()))
     return Result(
         name="moe-lora",
@@ -192,7 +197,7 @@ def run(llm: Any, shape: Shape, mode: Mode, concurrency: int) -> dict[str, Any]:
         return took
 
     seconds(FEW_TOKENS)
-    slot_bytes = llm.collective_rpc(_fill_slots)[0] if request else 0
+    slot_bytes = llm.collective_rpc(_fill_slots, args=(B_STD,))[0] if request else 0
     seconds(FEW_TOKENS)
     few = statistics.median(seconds(FEW_TOKENS) for _ in range(RUNS))
     runs = sorted(seconds(NEW_TOKENS) for _ in range(RUNS))
@@ -204,7 +209,26 @@ def run(llm: Any, shape: Shape, mode: Mode, concurrency: int) -> dict[str, Any]:
         "expert_slot_bytes": slot_bytes,
         "trace": _trace(lambda: seconds(FEW_TOKENS), 2 * shape.layers),
         "bandwidth_bytes_a_second": _bandwidth(),
+        "probe": _probe(llm, request, prompts),
     }
+
+
+def _probe(llm: Any, request: Any, prompts: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
+    """Each prompt's first two tokens, greedily, and the second's log-probability: one decode step, with a large adapter."""
+    from vllm import SamplingParams
+
+    if request:
+        llm.collective_rpc(_fill_slots, args=(PROBE_B_STD,))
+    options = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False, logprobs=0)
+    outputs = [o.outputs[0] for o in llm.generate(prompts, options, use_tqdm=False, lora_request=request)]
+    return [(*o.token_ids, o.logprobs[1][o.token_ids[1]].logprob) for o in outputs]
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of the probes' log-probabilities, where both engines chose the same tokens."""
+    pairs = list(zip(one.get("probe", []), other.get("probe", []), strict=False))
+    same = [abs(a[2] - b[2]) for a, b in pairs if a[:2] == b[:2]]
+    return {"same_tokens": len(same), "of": len(pairs), "mean": statistics.mean(same) if same else None}
 
 
 def _engine(shape: Shape, mode: Mode, concurrency: int) -> Any:
@@ -244,9 +268,12 @@ def _add_adapter(worker: Any) -> None:
     manager.add_dummy_lora(LoRARequest("adapter", ADAPTER, "/held in memory"), rank=RANK // TOP_K)
 
 
-def _fill_slots(worker: Any) -> int:
-    """Random values in every slot of the adapter that is active; returns the bytes of the experts' slots."""
+def _fill_slots(worker: Any, b_std: float) -> int:
+    """The same random values in every engine's slots; returns the bytes of the experts' slots."""
+    import torch
+
     experts = 0
+    random = torch.Generator(worker.device).manual_seed(0)
     for module in worker.model_runner.get_model().modules():
         if hasattr(module, "w13_lora_a_stacked"):
             a = (*module.w13_lora_a_stacked, *module.w2_lora_a_stacked)
@@ -256,9 +283,9 @@ def _fill_slots(worker: Any) -> int:
             a, b = module.lora_a_stacked, module.lora_b_stacked
         else:
             continue
-        for tensors, std in ((a, A_STD), (b, B_STD)):
+        for tensors, std in ((a, A_STD), (b, b_std)):
             for tensor in tensors:
-                tensor.normal_(std=std)
+                tensor.normal_(std=std, generator=random)
     return experts
 
 

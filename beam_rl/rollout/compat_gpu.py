@@ -142,12 +142,14 @@ class LoRAExperts(TritonExperts):
 
         gate_up = _resize_cache(workspace2, (tokens, top_k, w1.shape[1]))
         active = _resize_cache(workspace13, (tokens * top_k, w1.shape[1] // 2))
-        with _side.fork():
+        _side.mark()
+        with _side.beside():
             t = experts.shrink(hidden_states, adapter, slots, blocks, top_k, tiles)
         gemm(hidden_states, w1, gate_up, None, top_k)
         _side.join()
         t = experts.activate(gate_up.flatten(0, 1), t, adapter, slots, topk_ids, active, tiles)
-        with _side.fork():
+        _side.mark()
+        with _side.beside():
             delta = experts.expand(t, adapter, slots, topk_weights, topk_ids, tiles)
         down = _resize_cache(workspace2, (tokens, top_k, w2.shape[1]))
         gemm(active, w2, down, topk_weights, 1)
@@ -206,9 +208,10 @@ def _linear_with_lora(
     if no_lora.item():
         return F.linear(x, weight, bias)
     if len(x) <= MAX_TOKENS and linear.supported(a, b) and x.stride(-1) == 1:
-        with _side.fork():
-            t = linear.shrink(x, a, slots, LINEAR_TILES)
+        _side.mark()
         y = F.linear(x, weight, bias)
+        with _side.beside():
+            t = linear.shrink(x, a, slots, LINEAR_TILES)
         _side.join()
         linear.expand(y, t, b, slots, 1.0, LINEAR_TILES)
         return y
@@ -225,28 +228,32 @@ def _linear_shape(x: Tensor, weight: Tensor, *unused: Any) -> Tensor:
 
 
 class _Side:
-    """A second stream. What is launched within `fork` may run beside the main stream until `join`.
+    """A second stream. What is launched within `beside` may run beside what the main stream does from `mark` to `join`.
 
-    A tensor allocated within `fork` is safe to free after `join`: the next fork waits for the main stream first.
+    It has priority: the short kernel takes its place among the long one's waves. A tensor allocated within `beside` is
+    safe to free after `join`, since the stream waits for the next mark before it runs anything.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._forked = False
+        self._mark: torch.cuda.Event | None = None
+
+    def mark(self) -> None:
+        alone = BreakableCUDAGraphCapture.is_active()  # such a capture holds one stream
+        self._mark = None if alone else torch.cuda.current_stream().record_event()
 
     @contextmanager
-    def fork(self) -> Iterator[None]:
-        self._forked = not BreakableCUDAGraphCapture.is_active()  # such a capture holds one stream
-        if not self._forked:
+    def beside(self) -> Iterator[None]:
+        if self._mark is None:
             yield
             return
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream = self._stream or torch.cuda.Stream(priority=-1)
+        self._stream.wait_event(self._mark)
         with torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
-        if self._forked:
+        if self._mark is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 

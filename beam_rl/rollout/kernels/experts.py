@@ -12,7 +12,8 @@ counts is that each adapter byte is read once, in the shadow of what has to run 
 split over programs into partial sums, which the next kernel adds: no atomics, so the same input gives the same bits.
 
 The rows of all intermediates are pairs: token · top_k + position in the token's top-k list. `Blocks` says which pairs
-share an expert; it is what the base GEMM uses. An adapter slot of −1 means a token without LoRA.
+share an expert; it is what the base GEMM uses. A slot that is none of the
+adapter's, such as −1, means a token without LoRA: vLLM leaves what it likes in the rows that pad a step.
 """
 
 from dataclasses import dataclass
@@ -56,12 +57,12 @@ class Tiles:
     shrink_splits: int = 4
     shrink_warps: int = 1
     shrink_stages: int = 3
-    activate_n: int = 256
+    activate_n: int = 64
     activate_warps: int = 1
     expand_n: int = 64
     expand_warps: int = 1
-    combine_n: int = 512
-    combine_warps: int = 4
+    combine_n: int = 256
+    combine_warps: int = 1
 
 
 @triton.jit
@@ -120,8 +121,8 @@ def _shrink_kernel(
 def _activate_kernel(
     gate_up, t_in, b_gate, b_up, a_out, active, t_out, ids, slot_of_token,
     n_pairs, inner, gate_up_row, active_row, b_slot, b_expert, a_slot, a_expert, a_rank,
-    TOP_K: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, HALVES: tl.constexpr, SPLITS: tl.constexpr,
-    BN: tl.constexpr,
+    TOP_K: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, HALVES: tl.constexpr, SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Adds gate's and up's LoRA, applies SiLU and the product, multiplies the result with A of down; a pair a program."""
     pair, part = tl.program_id(0), tl.program_id(1)
@@ -133,7 +134,7 @@ def _activate_kernel(
     slot = tl.load(slot_of_token + pair // TOP_K).to(tl.int64)
     dtype = active.dtype.element_ty
     r = tl.arange(0, RANKS)
-    used = (r < RANK) & (slot >= 0)
+    used = (r < RANK) & (slot >= 0) & (slot < SLOTS) & (expert >= 0)
     t_gate = tl.zeros((RANKS,), tl.float32)
     t_up = tl.zeros((RANKS,), tl.float32)
     for split in tl.static_range(SPLITS):
@@ -161,8 +162,8 @@ def _activate_kernel(
 def _expand_kernel(
     t_out, b_out, weights, ids, slot_of_token, delta,
     n_pairs, hidden, b_slot, b_expert,
-    TOP_K: tl.constexpr, RANK: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr, PARTS2: tl.constexpr,
-    VECTOR: tl.constexpr, BN: tl.constexpr,
+    TOP_K: tl.constexpr, RANK: tl.constexpr, COLS: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr,
+    PARTS2: tl.constexpr, VECTOR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """delta[token] = Σ over the token's experts of weight · t2 · B2ᵀ.
 
@@ -182,7 +183,8 @@ def _expand_kernel(
     weight = tl.load(weights + pair, mask=used, other=0.0)
     offsets = expert[None, :] * b_expert + n[:, None] * RANK + r[None, :]
     offsets = tl.max_contiguous(tl.multiple_of(offsets, (1, VECTOR)), (1, VECTOR))
-    b_mask = inside[:, None] & (used & (slot >= 0))[None, :]
+    used &= (slot >= 0) & (slot < SLOTS) & (expert >= 0)
+    b_mask = inside[:, None] & used[None, :]
     b = tl.load(b_out + slot * b_slot + offsets, mask=b_mask, other=0.0)
     t = weight * tl.sum(parts, 0).to(b_out.dtype.element_ty).to(tl.float32)
     tl.store(delta + token * hidden + n, tl.sum(b.to(tl.float32) * t[None, :], 1), mask=inside)
@@ -216,7 +218,7 @@ def shrink(x: Tensor, adapter: ExpertAdapter, slots: Tensor, blocks: Blocks, top
     """x A1ᵀ of every pair.
 
     Args:
-        x: (tokens, hidden). slots: (≥ tokens,) int32 adapter slot of each token, −1 for none.
+        x: (tokens, hidden). slots: (≥ tokens,) int32 adapter slot of each token.
     Returns:
         (splits, pairs, rank of gate + rank of up) FP32 partial sums.
     """
@@ -255,8 +257,8 @@ def activate(
     _activate_kernel[(n_pairs, parts)](
         gate_up, t_in, b_gate, b_up, a, active, t_out, ids, slots,
         n_pairs, inner, gate_up.stride(0), active.stride(0), *b_gate.stride()[:2], *a.stride()[:3],
-        TOP_K=ids.shape[1], RANK=rank, RANKS=triton.next_power_of_2(rank), HALVES=halves, SPLITS=len(t_in), BN=block,
-        num_warps=tiles.activate_warps,
+        TOP_K=ids.shape[1], RANK=rank, RANKS=triton.next_power_of_2(rank), HALVES=halves, SLOTS=a.shape[0],
+        SPLITS=len(t_in), BN=block, num_warps=tiles.activate_warps,
     )  # fmt: skip
     return t_out
 
@@ -273,8 +275,8 @@ def expand(t_out: Tensor, adapter: ExpertAdapter, slots: Tensor, weights: Tensor
     delta = torch.empty(tokens, hidden, dtype=torch.float32, device=b.device)
     _expand_kernel[(tokens, triton.cdiv(hidden, tiles.expand_n))](
         t_out, b, weights, ids, slots, delta, tokens * top_k, hidden, *b.stride()[:2],
-        TOP_K=top_k, RANK=rank, COLS=triton.next_power_of_2(top_k * rank), PARTS=parts,
-        PARTS2=triton.next_power_of_2(parts), VECTOR=min(8, rank & -rank), BN=tiles.expand_n,
+        TOP_K=top_k, RANK=rank, COLS=triton.next_power_of_2(top_k * rank), SLOTS=b.shape[0],
+        PARTS=parts, PARTS2=triton.next_power_of_2(parts), VECTOR=min(8, rank & -rank), BN=tiles.expand_n,
         num_warps=tiles.expand_warps,
     )  # fmt: skip
     return delta
@@ -314,14 +316,14 @@ def reference(
         token, j = divmod(pair, top_k)
         expert, slot = int(ids[token, j]), int(slots[token])
         gate, up = gate_up[pair].float().split(inner)
-        if slot >= 0:
+        if 0 <= slot < adapter.a_out.shape[0]:
             a, b = [t[slot, expert] for t in adapter.a_in], [t[slot, expert] for t in adapter.b_in]
             b = b if len(b) == 2 else list(b[0].split(inner))
             gate = (gate + lora(x[token], a[0], b[0])).to(dtype).float()
             up = (up + lora(x[token], a[-1], b[1])).to(dtype).float()
         active[pair] = (torch.nn.functional.silu(gate) * up).to(dtype)
         y[token] += (weights[token, j] * (active[pair].float() @ w2[expert].float().T)).to(dtype).float()
-        if slot >= 0:
+        if 0 <= slot < adapter.a_out.shape[0]:
             t = (active[pair].float() @ adapter.a_out[slot, expert].float().T).to(dtype).float()
             y[token] += weights[token, j] * (adapter.b_out[slot, expert].float() @ t)
     return active, y.to(dtype)

@@ -1,8 +1,8 @@
 """LoRA of dense layers at decode in two kernels: shrink, t = x Aᵀ in partial sums, and expand, y += t Bᵀ.
 
 The partial sums over the hidden size are added by expand itself: nothing to clear, no atomics, the same bits each time.
-One layer has up to four slices (such as q, k and v) side by side in y, each with its own A and B. An adapter slot of −1
-means a token without LoRA.
+One layer has up to four slices (such as q, k and v) side by side in y, each with its own A and B. A slot that is
+none of the adapter's, such as −1, means a token without LoRA.
 """
 
 from collections.abc import Sequence
@@ -113,7 +113,6 @@ def _expand_kernel(
     mask = valid[:, None] & (n < width)[None, :]
     delta = delta.to(dtype)
     if ADD:
-        mask = mask & (slot >= 0)[:, None]
         delta = (tl.load(places, mask=mask, other=0.0).to(tl.float32) + delta.to(tl.float32)).to(dtype)
     tl.store(places, delta, mask=mask)
 
@@ -184,9 +183,9 @@ def reference(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], slots: Tensor
     """What `shrink` and `expand` add, in plain torch: (tokens, sum of widths), rounded as the kernels round."""
     dtype, rows = x.dtype, []
     for row, slot in zip(x, slots[: len(x)].tolist(), strict=True):
-        parts = []
+        parts, held = [], 0 <= slot < len(a[0])
         for a_slice, b_slice in zip(a, b, strict=True):
-            t = (scale * (row.float() @ a_slice[max(slot, 0), 0].float().T)).to(dtype).float()
-            parts.append((b_slice[max(slot, 0), 0].float() @ t).to(dtype) * (slot >= 0))
+            t = (scale * (row.float() @ a_slice[slot * held, 0].float().T)).to(dtype).float()
+            parts.append((b_slice[slot * held, 0].float() @ t).to(dtype) * held)
         rows.append(torch.cat(parts))
     return torch.stack(rows)
