@@ -46,9 +46,9 @@ def grouped(ids: torch.Tensor, size: int, n_experts: int) -> experts.Blocks:
 
 @runs_kernels
 @pytest.mark.parametrize("fused", [False, True], ids=["gate and up apart", "gate and up fused"])
-@pytest.mark.parametrize("by_expert", [True, False], ids=["grouped by expert", "pair by pair"])
+@pytest.mark.parametrize("block", [16, 64, None], ids=["blocks of 16", "blocks of 64", "pair by pair"])
 @pytest.mark.parametrize("slots", [1, 2])
-def test_expert_lora_kernels_compute_what_plain_torch_does(fused: bool, by_expert: bool, slots: int) -> None:
+def test_expert_lora_kernels_compute_what_plain_torch_does(fused: bool, block: int | None, slots: int) -> None:
     torch.manual_seed(0)
     tokens, top_k, n_experts, rank = (32, 8, 64, 8) if ON_GPU else (5, 2, 6, 2)
     hidden, inner = (1024, 320) if ON_GPU else (48, 40)
@@ -64,7 +64,7 @@ def test_expert_lora_kernels_compute_what_plain_torch_does(fused: bool, by_exper
         random(slots, n_experts, rank, inner, std=inner**-0.5),
         random(slots, n_experts, hidden, rank),
     )
-    blocks = grouped(ids, 16, n_experts) if by_expert else experts.Blocks(ids.flatten(), None, None, 16)
+    blocks = grouped(ids, block, n_experts) if block else experts.Blocks(ids.flatten(), None, None, 16)
     small = {"shrink_k": 16, "shrink_splits": 2, "activate_n": 16, "expand_n": 16, "combine_n": 16}
     tiles = experts.Tiles(**({} if ON_GPU else small))
 
@@ -106,8 +106,17 @@ def test_linear_lora_kernels_compute_what_plain_torch_does(widths: tuple[int, ..
 @pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels themselves run")
 def test_the_kernels_pass_in_tritons_interpreter() -> None:
     """In a process of its own: Triton reads the variable when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    kernels = [__file__, "-k", "compute_what_plain_torch_does"]
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *kernels]
+    interpreted = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=interpreted, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "24 passed" in done.stdout, done.stdout[-3000:]
+
+
+def test_the_kernels_refuse_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat_gpu = pytest.importorskip("beam_rl.rollout.compat_gpu")
+    monkeypatch.setattr(compat_gpu, "installed", lambda: ("vllm", "0.34.1"))
+    with pytest.raises(
+        RuntimeError, match=r"vllm 0\.34\.1 is installed; beam-rl's LoRA kernels were written for vllm 0\.33"
+    ):
+        compat_gpu.install()

@@ -154,7 +154,8 @@ def _result(outcomes: dict[str, dict[str, Any]], concurrency: int) -> Result:
         for mode, outcome in modes.items():
             rank = {"none": 0, "padded": RANK}.get(mode, RANK // TOP_K)
             outcome["share_of_no_lora"] = outcome.get("tokens_a_second", float("nan")) / base
-            outcome["floor_ms_a_step"] = size.step_bytes(concurrency, rank) / bandwidth * 1e3
+            read = size.step_bytes(concurrency, rank) - size.step_bytes(concurrency, 0)
+            outcome |= {"adapter_bytes_a_step": read, "adapter_floor_us_a_step": read / bandwidth * 1e6}
         detail[shape] = asdict(size) | {
             "modes": {mode: {k: v for k, v in o.items() if k != "probe"} for mode, o in modes.items()},
             "logprob_difference_ours_exact": _difference(modes.get("ours", {}), modes.get("exact", {})),
@@ -206,7 +207,7 @@ def run(llm: Any, shape: Shape, mode: Mode, concurrency: int) -> dict[str, Any]:
         "tokens_a_second": concurrency * NEW_TOKENS / took,
         "slowest_and_fastest": [concurrency * NEW_TOKENS / runs[-1], concurrency * NEW_TOKENS / runs[0]],
         "step_ms": (took - few) / (NEW_TOKENS - FEW_TOKENS) * 1e3,
-        "expert_slot_bytes": slot_bytes,
+        "expert_slots_bytes": slot_bytes,
         "trace": _trace(lambda: seconds(FEW_TOKENS), 2 * shape.layers),
         "bandwidth_bytes_a_second": _bandwidth(),
         "probe": _probe(llm, request, prompts),
@@ -318,7 +319,8 @@ def _trace(work: Any, gemms_a_step: int) -> dict[str, Any]:
     steps = min(TRACED_STEPS, len(starts) // gemms_a_step - 3)
     first, last = starts[-(steps + 2) * gemms_a_step], starts[-2 * gemms_a_step]
     window = [(d, _short(name)) for start, d, name in kernels if first <= start < last]
-    busy, launches = Counter(), Counter()
+    busy: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
     for duration, name in window:
         busy[name] += duration
         launches[name] += 1

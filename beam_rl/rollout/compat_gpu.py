@@ -12,7 +12,6 @@ In both, what depends on the base GEMM's input alone runs on a second stream bes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from vllm.model_executor.layers.fused_moe.utils import _resize_cache
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from beam_rl.rollout.compat import installed
 from beam_rl.rollout.kernels import experts, linear
 
 SUPPORTED = "0.33"
@@ -53,9 +53,9 @@ def install() -> None:
     Raises RuntimeError under another vLLM than the one whose private parts are touched.
     """
     global _installed
-    found = version("vllm")
-    if ".".join(found.split(".")[:2]) != SUPPORTED:
-        raise RuntimeError(f"vLLM {found} is installed; beam-rl's LoRA kernels for GPUs were written for {SUPPORTED}")
+    package, found = installed()
+    if package != "vllm" or ".".join(found.split(".")[:2]) != SUPPORTED:
+        raise RuntimeError(f"{package} {found} is installed; beam-rl's LoRA kernels were written for vllm {SUPPORTED}")
     if _installed:
         return
     _installed = True
@@ -115,14 +115,13 @@ class LoRAExperts(TritonExperts):
     ) -> None:
         tokens, top_k = topk_ids.shape
         slots = self._slots(tokens)
-        covered = (
-            slots is not None
-            and activation == MoEActivation.SILU
+        plain = (
+            activation == MoEActivation.SILU
             and expert_map is None
             and not apply_router_weight_on_input
             and self._is_plain(w1, hidden_states)
         )
-        if not covered:
+        if slots is None or not plain:
             super().apply(
                 output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
                 a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
@@ -253,7 +252,7 @@ class _Side:
             yield
 
     def join(self) -> None:
-        if self._mark is not None:
+        if self._mark is not None and self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 

@@ -79,7 +79,7 @@ def _block(experts, pairs, padded, block, n_pairs, SORTED: tl.constexpr, BM: tl.
 
 
 @triton.jit
-def _shrink_kernel(
+def _expert_shrink_kernel(
     x, a_gate, a_up, out, slot_of_token, experts, pairs, padded,
     n_pairs, hidden, x_row, a_slot, a_expert, a_rank,
     TOP_K: tl.constexpr, RANK: tl.constexpr, HALVES: tl.constexpr, COLS: tl.constexpr, SLOTS: tl.constexpr,
@@ -118,7 +118,7 @@ def _shrink_kernel(
 
 
 @triton.jit
-def _activate_kernel(
+def _expert_activate_kernel(
     gate_up, t_in, b_gate, b_up, a_out, active, t_out, ids, slot_of_token,
     n_pairs, inner, gate_up_row, active_row, b_slot, b_expert, a_slot, a_expert, a_rank,
     TOP_K: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, HALVES: tl.constexpr, SLOTS: tl.constexpr,
@@ -159,7 +159,7 @@ def _activate_kernel(
 
 
 @triton.jit
-def _expand_kernel(
+def _expert_expand_kernel(
     t_out, b_out, weights, ids, slot_of_token, delta,
     n_pairs, hidden, b_slot, b_expert,
     TOP_K: tl.constexpr, RANK: tl.constexpr, COLS: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr,
@@ -191,7 +191,7 @@ def _expand_kernel(
 
 
 @triton.jit
-def _combine_kernel(
+def _expert_combine_kernel(
     down, delta, y, hidden, down_row, y_row, TOP_K: tl.constexpr, TOP_K2: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """y[token] = delta[token] + Σ over the token's experts of down, which is weighted already."""
@@ -226,7 +226,7 @@ def shrink(x: Tensor, adapter: ExpertAdapter, slots: Tensor, blocks: Blocks, top
     rank, halves = a[0].shape[2], len(a)
     n_pairs = len(x) * top_k
     out = torch.empty(tiles.shrink_splits, n_pairs, rank * halves, dtype=torch.float32, device=x.device)
-    _shrink_kernel[(_grid(blocks), tiles.shrink_splits)](
+    _expert_shrink_kernel[(_grid(blocks), tiles.shrink_splits)](
         x, a[0], a[-1], out, slots, blocks.experts, blocks.pairs, blocks.padded,
         n_pairs, x.shape[1], x.stride(0), a[0].stride(0), a[0].stride(1), a[0].stride(2),
         TOP_K=top_k, RANK=rank, HALVES=halves, COLS=_columns(rank * halves), SLOTS=a[0].shape[0],
@@ -254,7 +254,7 @@ def activate(
     block = min(tiles.activate_n, triton.next_power_of_2(inner))
     parts = triton.cdiv(inner, block)
     t_out = torch.empty(parts, n_pairs, rank, dtype=torch.float32, device=active.device)
-    _activate_kernel[(n_pairs, parts)](
+    _expert_activate_kernel[(n_pairs, parts)](
         gate_up, t_in, b_gate, b_up, a, active, t_out, ids, slots,
         n_pairs, inner, gate_up.stride(0), active.stride(0), *b_gate.stride()[:2], *a.stride()[:3],
         TOP_K=ids.shape[1], RANK=rank, RANKS=triton.next_power_of_2(rank), HALVES=halves, SLOTS=a.shape[0],
@@ -273,7 +273,7 @@ def expand(t_out: Tensor, adapter: ExpertAdapter, slots: Tensor, weights: Tensor
     b = adapter.b_out
     rank, parts, hidden = b.shape[3], len(t_out), b.shape[2]
     delta = torch.empty(tokens, hidden, dtype=torch.float32, device=b.device)
-    _expand_kernel[(tokens, triton.cdiv(hidden, tiles.expand_n))](
+    _expert_expand_kernel[(tokens, triton.cdiv(hidden, tiles.expand_n))](
         t_out, b, weights, ids, slots, delta, tokens * top_k, hidden, *b.stride()[:2],
         TOP_K=top_k, RANK=rank, COLS=triton.next_power_of_2(top_k * rank), SLOTS=b.shape[0],
         PARTS=parts, PARTS2=triton.next_power_of_2(parts), VECTOR=min(8, rank & -rank), BN=tiles.expand_n,
@@ -291,7 +291,7 @@ def combine(down: Tensor, delta: Tensor, y: Tensor, tiles: Tiles) -> None:
     """
     tokens, hidden = y.shape
     top_k = len(down) // tokens
-    _combine_kernel[(tokens, triton.cdiv(hidden, tiles.combine_n))](
+    _expert_combine_kernel[(tokens, triton.cdiv(hidden, tiles.combine_n))](
         down, delta, y, hidden, down.stride(0), y.stride(0),
         TOP_K=top_k, TOP_K2=triton.next_power_of_2(top_k), BN=tiles.combine_n, num_warps=tiles.combine_warps,
     )  # fmt: skip

@@ -35,7 +35,7 @@ def _choose(i, a, b, c, d):
 
 
 @triton.jit
-def _shrink_kernel(
+def _linear_shrink_kernel(
     x, a0, a1, a2, a3, out, slot_of_token,
     tokens, hidden, x_row, a_slot, a_rank,
     RANK: tl.constexpr, SLICES: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
@@ -71,7 +71,7 @@ def _shrink_kernel(
 
 
 @triton.jit
-def _expand_kernel(
+def _linear_expand_kernel(
     t, b0, b1, b2, b3, y, slot_of_token,
     tokens, y_row, scale, n0, n1, n2, n3,
     RANK: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
@@ -140,7 +140,7 @@ def shrink(x: Tensor, a: Sequence[Tensor], slots: Tensor, tiles: Tiles) -> Tenso
     t = torch.empty(tiles.shrink_splits, len(a), tokens, rank, dtype=torch.float32, device=x.device)
     ranks = min(tiles.shrink_ranks, _ranks(rank))
     grid = (tiles.shrink_splits, len(a) * triton.cdiv(rank, ranks), triton.cdiv(tokens, block))
-    _shrink_kernel[grid](
+    _linear_shrink_kernel[grid](
         x, *_four(a), t, slots, tokens, hidden, x.stride(0), a[0].stride(0), a[0].stride(-2),
         RANK=rank, SLICES=len(a), SLOTS=a[0].shape[0], SPLITS=tiles.shrink_splits, BM=block, BR=ranks,
         BK=tiles.shrink_k, num_warps=tiles.shrink_warps, num_stages=tiles.shrink_stages,
@@ -158,7 +158,7 @@ def expand(
     """
     splits, _, tokens, rank = t.shape
     block, widths = _token_block(tokens), [s.shape[-2] for s in b]
-    _expand_kernel[(sum(triton.cdiv(w, tiles.expand_n) for w in widths), triton.cdiv(tokens, block))](
+    _linear_expand_kernel[(sum(triton.cdiv(w, tiles.expand_n) for w in widths), triton.cdiv(tokens, block))](
         t, *_four(b), y, slots, tokens, y.stride(0), scale, *_four(widths),
         RANK=rank, RANKS=_ranks(rank), SLICES=len(b), SLOTS=b[0].shape[0], SPLITS=splits, ADD=add, BM=block,
         BN=tiles.expand_n, num_warps=tiles.expand_warps,
