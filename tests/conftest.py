@@ -25,7 +25,7 @@ def tiny_folder() -> Path:
     return cached_tiny(0)
 
 
-_status = 0
+_status = int(pytest.ExitCode.INTERNAL_ERROR)  # until a session has finished
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -50,16 +50,12 @@ class Case:
 
 
 class Shape(StrEnum):
-    small = "small"
+    small = "small"  # this module's; the others are Beam's own sizes and `moe_lora_gpu`'s
     whole = "whole"
     shard = "shard"
 
 
-SHAPES = {
-    Shape.small: Case(256, 4, 4, 1, 512, 128, 32, 8, 4096, "fp32", tokens=64),
-    Shape.whole: Case(5120, 4, 48, 8, 20480, 2560, 256, 8, 151_936, "bf16"),
-    Shape.shard: Case(5120, 8, 6, 1, 2560, 320, 256, 8, 151_936, "bf16"),
-}
+SMALL = Case(256, 4, 4, 1, 512, 128, 32, 8, 4096, "fp32", tokens=64)
 
 
 @dataclass(frozen=True)
@@ -76,15 +72,11 @@ def moe_lora(
     shape: Annotated[
         Shape | None,
         typer.Option(
-            help="Beam's own layers, one GPU's part of them at TP 8, or small ones.",
+            help="Small layers, or on a GPU Beam's own, or one GPU's part of them at TP 8.",
             show_default="whole on a GPU, small on a CPU",
         ),
     ] = None,
-    rank: Annotated[int, typer.Option(min=1, help="The adapter's rank; an expert's is a top-k-th of it.")] = 64,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests sampled at the same time.")] = 32,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Sampled for each request.", show_default="256, small: 64")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """An engine's decode with an adapter whose experts have their true rank, beside the same without an adapter.
@@ -94,10 +86,16 @@ def moe_lora(
     """
     from beam_rl.bench import measure
 
-    chosen = SHAPES[shape or (Shape.whole if measure.device().type == "cuda" else Shape.small)]
-    if rank % chosen.top_k:
-        raise InputError(f"--rank {rank}: use a multiple of the layers' top-k, which is {chosen.top_k}")
-    show(bench(replace(chosen, rank=rank, concurrency=concurrency, tokens=tokens or chosen.tokens)), as_json)
+    on_gpu = measure.device().type == "cuda"
+    chosen = shape or (Shape.whole if on_gpu else Shape.small)
+    if chosen == Shape.small:
+        show(bench(replace(SMALL, concurrency=concurrency)), as_json)
+        return
+    if not on_gpu:
+        raise InputError(f"--shape {chosen}: layers of Beam's size are for a GPU; use small")
+    from beam_rl.bench import moe_lora_gpu
+
+    show(moe_lora_gpu.bench([chosen.value], concurrency=concurrency), as_json)
 
 
 def bench(case: Case) -> Result:

@@ -74,6 +74,7 @@ def bench(shapes: Sequence[str] = tuple(SHAPES), modes: Sequence[Mode] = tuple(M
 
     context = get_context("spawn")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_PLUGINS"] = ""  # ours would give every engine our kernels
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     engines: dict[str, list[_Engine]] = {}
     for shape in shapes:
@@ -235,10 +236,10 @@ def _difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def _engine(shape: Shape, mode: Mode, concurrency: int) -> Any:
     from vllm import LLM
 
-    from beam_rl.rollout import compat_gpu
+    from beam_rl.rollout import compat, compat_gpu
 
     if mode in (Mode.exact, Mode.ours):
-        compat_gpu.hold_experts_at_true_rank()
+        compat.size_adapter_slots(lambda config, is_experts: RANK // TOP_K if is_experts else None)
     if mode == Mode.ours:
         compat_gpu.install()
     folder = Path(tempfile.mkdtemp())

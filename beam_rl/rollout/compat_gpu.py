@@ -11,7 +11,6 @@ In both, what depends on the base GEMM's input alone runs on a second stream bes
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-from vllm.lora.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
 from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
 from vllm.lora.ops.triton_ops.lora_shrink_op import _lora_shrink
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -73,21 +72,6 @@ def install() -> None:
     # vLLM keeps compiled models on disk, by the configuration's hash: ours hold another operator.
     compute_hash = LoRAConfig.compute_hash
     LoRAConfig.compute_hash = lambda self: f"{compute_hash(self)}-beam-rl-kernels"
-
-
-def hold_experts_at_true_rank() -> None:
-    """Lets vLLM allocate expert slots at rank max_lora_rank / top_k; dense modules keep max_lora_rank."""
-    for layer in (FusedMoEWithLoRA, FusedMoE3DWithLoRA):
-        layer.create_lora_weights = _at_expert_rank(layer.create_lora_weights)
-
-
-def _at_expert_rank(create: Any) -> Any:
-    def create_lora_weights(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
-        narrow = copy(lora_config)
-        narrow.max_lora_rank = lora_config.max_lora_rank // self.moe_config.experts_per_token
-        create(self, max_loras, narrow, model_config)
-
-    return create_lora_weights
 
 
 class LoRAExperts(TritonExperts):

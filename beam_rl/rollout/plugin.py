@@ -8,6 +8,7 @@ TRANSFER_BACKEND = "beam_rl_gloo"
 def register() -> None:
     """Adds Beam or what its adapters need, the Gloo weight transport, and ties the process's life to its engine's."""
     from vllm import ModelRegistry
+    from vllm.platforms import current_platform
 
     from beam_rl.rollout.adapter import slot_rank
 
@@ -20,5 +21,10 @@ def register() -> None:
         from beam_rl.rollout.model import BeamForCausalLM as Beam
     ModelRegistry.register_model(compat.ARCHITECTURE, Beam)
     compat.size_adapter_slots(slot_rank)
-    compat.repair_adapter_linear()
+    if current_platform.is_cuda():
+        from beam_rl.rollout import compat_gpu
+
+        compat_gpu.install()
+    else:
+        compat.repair_adapter_linear()
     compat.register_transfer_engine(TRANSFER_BACKEND, "beam_rl.rollout.sync.gloo_engine", "GlooWeightReceiver")
