@@ -2,9 +2,10 @@
 
     python benchmarks/gap_slope.py runs/tiny_cpu ...
 
-The gap is `parity/abs_logprob_diff_mean`. A policy that grows surer rounds less (the error of log p is about 1 − p times
-that of the logits), so the gap is also given as a share of the step's mean entropy. Slopes are least squares over the
-steps, with their standard error; `growth` is what the slope adds over the whole run, as a share of the mean.
+The gap is `parity/abs_logprob_diff_mean`. It falls with the policy's entropy (a token that is nearly certain leaves little
+to differ in), so beside the slope over the steps there is the slope at a given entropy, from the least-squares fit
+gap = a + b · entropy + c · step. Each comes with its standard error and with `growth`: what the slope adds over the whole
+run, as a share of the mean gap.
 """
 
 import json
@@ -14,21 +15,29 @@ from pathlib import Path
 import numpy as np
 
 
-def slope(steps: np.ndarray, values: np.ndarray) -> dict[str, float]:
-    """Least-squares slope per step of `values` (steps,), and its standard error."""
-    (slope, _), covariance = np.polyfit(steps, values, 1, cov=True)
-    growth = slope * (steps[-1] - steps[0]) / values.mean()
-    figures = {"mean": values.mean(), "slope": slope, "error": covariance[0, 0] ** 0.5, "growth": growth}
-    return {name: float(f"{figure:.3g}") for name, figure in figures.items()}
+def slope(gap: np.ndarray, step: np.ndarray, *beside: np.ndarray) -> dict[str, float]:
+    """Of `gap` over `step`, the variables `beside` held fixed; all are (steps,)."""
+    x = np.stack([np.ones_like(gap), *(v - v.mean() for v in (step, *beside))], 1)
+    fit, *_ = np.linalg.lstsq(x, gap)
+    rest = gap - x @ fit
+    error = (np.linalg.inv(x.T @ x)[1, 1] * (rest @ rest) / (len(gap) - x.shape[1])) ** 0.5
+    figures = {"slope": fit[1], "error": error, "growth": fit[1] * (step[-1] - step[0]) / gap.mean()}
+    return {name: float(f"{figure:.2g}") for name, figure in figures.items()}
 
 
 def of_run(run: Path) -> dict[str, object]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "loss/entropy" in row]
-    steps, gap, entropy = (
-        np.array([row[name] for row in rows]) for name in ("step", "parity/abs_logprob_diff_mean", "loss/entropy")
+    step, gap, entropy = (
+        np.array([row[name] for row in rows], float)
+        for name in ("step", "parity/abs_logprob_diff_mean", "loss/entropy")
     )
-    return {"run": run.name, "steps": len(rows), "gap": slope(steps, gap), "gap / entropy": slope(steps, gap / entropy)}
+    return {
+        "run": run.name,
+        "mean gap": float(f"{gap.mean():.2g}"),
+        "over the steps": slope(gap, step),
+        "at a given entropy": slope(gap, step, entropy),
+    }
 
 
 if __name__ == "__main__":
