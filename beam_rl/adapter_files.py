@@ -6,20 +6,20 @@ expert's by its last name as a target parameter. No scale is folded into a tenso
 `beam_rl.lora`'s; knows nothing about Megatron.
 """
 
+import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from beam_rl.errors import InputError
+from beam_rl.files import whole_folder
 from beam_rl.lora import (
     ATTENTION_INPUTS,
     ATTENTION_OUTPUT,
@@ -35,6 +35,8 @@ from beam_rl.lora import (
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+BASE = "base_identity"  # what the weights file notes of the checkpoint it was trained on
+IDENTITY_BLOCKS = 64  # of a file, that `identity` reads
 # PEFT knows targets by their last name, and takes these for the experts of a model like Beam.
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -90,21 +92,35 @@ def write_adapter(
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     if shapes != adapter_tensors(adapter, config):
         raise ValueError("these are not the tensors of this adapter")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     # safetensors stores no tensor twice under two names, so each is a copy
     whole = {PREFIX + name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
-    save_file(whole, partial / WEIGHTS, metadata={"format": "pt"})
-    (partial / CONFIG).write_text(json.dumps(adapter_config(adapter, base), indent=2) + "\n")
-    os.replace(partial, folder)
+    with whole_folder(folder) as partial:
+        save_file(whole, partial / WEIGHTS, metadata={"format": "pt", BASE: identity(Path(base))})
+        (partial / CONFIG).write_text(json.dumps(adapter_config(adapter, base), indent=2) + "\n")
 
 
-def read_adapter(folder: Path, adapter: Adapter, config: Mapping[str, Any]) -> dict[str, Tensor]:
+def identity(checkpoint: Path) -> str:
+    """A digest that tells a checkpoint from others, also from a further trained one, without reading it all: of its
+    config, and of each weights file's size and some of its bytes."""
+    digest = hashlib.sha256((checkpoint / "config.json").read_bytes())
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            for block in range(IDENTITY_BLOCKS):  # the first one has the header
+                stream.seek(size * block // IDENTITY_BLOCKS)
+                digest.update(stream.read(4096))
+    return digest.hexdigest()
+
+
+def read_adapter(
+    folder: Path, adapter: Adapter, config: Mapping[str, Any], base: Path | None = None
+) -> dict[str, Tensor]:
     """The tensors of an adapter folder, by the names of `adapter_tensors`, in their own dtype.
 
     Args:
         adapter, config: what it must be: the recipe's adapter, on the base with this config.json.
+        base: the checkpoint's folder, to compare with the one that the adapter was trained on, where that is noted.
     Raises:
         InputError: in one line: a file is missing or broken; the adapter is for another base, has other targets, ranks or
             scales; it has separate A's where the trainer has one; a value is not finite.
@@ -124,6 +140,8 @@ def read_adapter(folder: Path, adapter: Adapter, config: Mapping[str, Any]) -> d
     for name, same in repeated_tensors(adapter, config).items():
         if not torch.equal(found[name], found[same]):
             raise InputError(f"{where}: {name} differs from {same}, but the trainer has one A for both")
+    if base is not None:
+        _check_base(where, folder, base)
     broken = [name for name, tensor in found.items() if not tensor.isfinite().all()]
     if broken:
         raise InputError(f"{where}: {broken[0]} has values that are not finite ({len(broken)} such tensors)")
@@ -138,6 +156,14 @@ def _tensors(folder: Path, where: str) -> dict[str, Tensor]:
     except (SafetensorError, OSError) as error:
         raise InputError(f"{where}: {WEIGHTS} can't be read: {error}") from None
     return {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+
+
+def _check_base(where: str, folder: Path, base: Path) -> None:
+    """Only our own folders note their base; a foreign adapter that fits is taken at its word."""
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        noted = (file.metadata() or {}).get(BASE)
+    if noted not in (None, identity(base)):
+        raise InputError(f"{where}: was trained on another checkpoint than model.path, {base} (see its {CONFIG})")
 
 
 def _settings(folder: Path, where: str) -> dict[str, Any]:
@@ -170,8 +196,11 @@ def _check_scale(where: str, module: AdapterModule, settings: Mapping[str, Any])
         matching = (value for key, value in known.items() if re.match(rf"(.*\.)?({key})$", module.name))
         return float(next(matching, settings[default]))
 
-    rank, alpha = of("r", "rank_pattern"), of("lora_alpha", "alpha_pattern")
-    scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+    try:
+        rank, alpha = of("r", "rank_pattern"), of("lora_alpha", "alpha_pattern")
+        scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+    except (re.error, AttributeError, TypeError, ValueError, ZeroDivisionError):
+        raise InputError(f"{where}: the ranks and alphas in its {CONFIG} make no sense for {module.name}") from None
     if abs(scale - module.scale) > 1e-6 * module.scale:
         raise InputError(f"{where}: {module.name} has scale {scale:g}, but model.lora makes it {module.scale:g}")
 
@@ -189,7 +218,7 @@ def merged(
     modules = {f"{module.name}.weight": module for module in adapter_modules(adapter, config)}
     for name, weight in weights:
         if module := modules.get(name):
-            a = tensors[f"{module.shares_a_with}.lora_A.weight" if module.shares_a_with else module.a]
+            a = tensors[module.shared_a]
             b = tensors[module.b]
             added = b.to(weight.device, torch.float) @ a.to(weight.device, torch.float)
             weight = (weight.float() + module.scale * added).to(weight.dtype)

@@ -7,13 +7,16 @@ import sys
 import traceback
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 import typer.core
 
 from beam_rl.bench import BENCHES
 from beam_rl.errors import InputError
+
+if TYPE_CHECKING:
+    from beam_rl.megatron.settings import ExportForm
 
 LINE = 400  # characters of an unexpected error that a person reads; the traceback has the rest
 
@@ -144,7 +147,8 @@ def export(
     """Write a checkpoint as an HF folder that transformers and vLLM load: the adapter, where the run trains one."""
     from beam_rl.start import run_export
 
-    asked = [form for form, wanted in (("adapter", adapter), ("merged", merged), ("full", full)) if wanted]
+    forms: tuple[tuple[ExportForm, bool], ...] = (("adapter", adapter), ("merged", merged), ("full", full))
+    asked = [form for form, wanted in forms if wanted]
     if len(asked) > 1:
         raise InputError(f"--{asked[0]} and --{asked[1]}: name one form")
     run_export(checkpoint, out, asked[0] if asked else None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from beam_rl.adapter_files import read_adapter
 from beam_rl.data import PromptStream, read_prompts
 from beam_rl.errors import InputError
 from beam_rl.layout import check_layout
@@ -40,14 +41,14 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     """
     path = find_model(recipe, display)
     config = check_beam(path)
-    adapter_for(recipe, path)
+    adapter = adapter_for(recipe, path)
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
         raise InputError(f"model.path = {path}: no tokenizer that can be read ({str(e).splitlines()[0]})") from None
-    for problem in (*check_layout(config, recipe.trainer.parallel), *check_length(config, recipe)):
+    for problem in (*check_layout(config, recipe.trainer.parallel, adapter), *check_length(config, recipe)):
         raise InputError(problem)
     longest, data = recipe.data.max_prompt_tokens, recipe.data
     train = PromptStream.open(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, "data.train")
@@ -119,6 +120,20 @@ def adapter_for(recipe: Recipe, model_path: Path) -> Adapter | None:
         return adapter_of(recipe.model.lora, config["num_experts_per_tok"])
     except ValueError as e:
         raise InputError(str(e)) from None
+
+
+def start_adapter(recipe: Recipe) -> str | None:
+    """The absolute path of the adapter folder that training starts from."""
+    folder = recipe.model.lora.adapter if recipe.model.lora else None
+    return None if folder is None else str(Path(folder).resolve())
+
+
+def check_start_adapter(recipe: Recipe, model_path: Path) -> None:
+    """InputError if the recipe starts from an adapter that isn't one for this model."""
+    adapter, folder = adapter_for(recipe, model_path), start_adapter(recipe)
+    if adapter and folder:
+        config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        read_adapter(Path(folder), adapter, config, model_path)
 
 
 def check_length(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from beam_rl.lora import ATTENTION_INPUTS, ATTENTION_OUTPUT, DENSE_INPUTS, DENSE_OUTPUT, EXPERTS, Adapter
 from beam_rl.recipe.tree import Parallel
 from beam_rl.samples import MicroBatch
 
@@ -21,13 +22,14 @@ PADDING = -1  # in `MicroBatch.sample`: the token belongs to no sample
 # --- the layout -------------------------------------------------------------------------------------------
 
 
-def check_layout(hf: Mapping[str, Any], parallel: Parallel) -> list[str]:
+def check_layout(hf: Mapping[str, Any], parallel: Parallel, adapter: Adapter | None = None) -> list[str]:
     """What keeps a model from being laid out like this: a sentence each, naming the recipe's key; empty if nothing.
 
     Args:
         hf: the model's `config.json`.
     """
-    return [*_sizes(hf, parallel), *_combinations(hf, parallel), *_stages(hf, parallel)]
+    of_adapter = _adapter(hf, parallel, adapter) if adapter else []
+    return [*_sizes(hf, parallel), *_combinations(hf, parallel), *_stages(hf, parallel), *of_adapter]
 
 
 def _sizes(hf: Mapping[str, Any], p: Parallel) -> list[str]:
@@ -44,6 +46,21 @@ def _sizes(hf: Mapping[str, Any], p: Parallel) -> list[str]:
         f"trainer.parallel.{key} = {size}: must divide the model's {hf[field]} {what}"
         for key, size, field, what in cuts
         if hf[field] % size
+    ]
+
+
+def _adapter(hf: Mapping[str, Any], p: Parallel, adapter: Adapter) -> list[str]:
+    """A is cut along its rank where the matrix is cut along its outputs; B of the others along the hidden size."""
+    cuts = (
+        ((*ATTENTION_INPUTS, *DENSE_INPUTS), "tp", p.tp, adapter.rank, f"model.lora.rank = {adapter.rank}"),
+        (EXPERTS, "etp", p.etp, adapter.expert_rank, f"the experts' rank {adapter.expert_rank}, of model.lora.rank"),
+        ((*ATTENTION_OUTPUT, *DENSE_OUTPUT), "tp", p.tp, hf["hidden_size"], f"the hidden size {hf['hidden_size']}"),
+        (EXPERTS, "etp", p.etp, hf["hidden_size"], f"the hidden size {hf['hidden_size']}"),
+    )
+    return [
+        f"trainer.parallel.{key} = {size}: must divide {what}, to cut the adapter"
+        for targets, key, size, number, what in cuts
+        if number % size and set(targets) & set(adapter.targets)
     ]
 
 

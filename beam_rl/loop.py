@@ -180,10 +180,11 @@ class Loop:
             return
         self.saved = self.state.step
         with self.report.phase("saving"):
-            if self.recipe.model.lora:
-                self.run.adapter(self.state.step, partial(self.policy.export, form="adapter"))
             save = partial(self.policy.save, timeout_s=timeout_s)
             self.run.checkpoint(self.state.step, save, asdict(self.state), self.eval_score)
+            if self.recipe.model.lora:
+                export = partial(self.policy.export, form="adapter", timeout_s=timeout_s)
+                self.run.adapter(self.state.step, export)
 
     @contextlib.contextmanager
     def saved_if_cut_short(self) -> Iterator[None]:

@@ -58,6 +58,11 @@ class AdapterModule:
     def b(self) -> str:
         return f"{self.name}.lora_B.weight"
 
+    @property
+    def shared_a(self) -> str:
+        """The tensor that this module's A is, or repeats."""
+        return f"{self.shares_a_with}.lora_A.weight" if self.shares_a_with else self.a
+
 
 def adapter_of(lora: Any, top_k: int) -> Adapter:
     """The adapter that a recipe's `model.lora` (`recipe.tree.Lora`) asks for on a model with `top_k` experts a token.
@@ -102,9 +107,7 @@ def adapter_tensors(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, tu
 
 def repeated_tensors(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, str]:
     """Tensors that equal another one, and which: a sync sends the other alone."""
-    return {
-        m.a: f"{m.shares_a_with}.lora_A.weight" for m in adapter_modules(adapter, config) if m.shares_a_with is not None
-    }
+    return {m.a: m.shared_a for m in adapter_modules(adapter, config) if m.shares_a_with is not None}
 
 
 def _attention(adapter: Adapter, config: Mapping[str, Any], layer: str) -> Iterator[AdapterModule]:

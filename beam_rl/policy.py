@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from beam_rl.inputs import adapter_for
+from beam_rl.inputs import adapter_for, start_adapter
 from beam_rl.layout import cut_routes, even_out, pad, place_of
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
@@ -222,8 +222,8 @@ class Policy:
     def load(self, folder: Path) -> None:
         self._all("load", str(folder))
 
-    def export(self, folder: Path, form: "ExportForm") -> None:
-        self._all("export", str(folder), form)
+    def export(self, folder: Path, form: "ExportForm", timeout_s: float | None = None) -> None:
+        self._all("export", str(folder), form, timeout_s=timeout_s)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         """A mini-batch as padded micro-batches, equally many for each data-parallel replica."""
@@ -259,7 +259,7 @@ def _settings(recipe: Recipe, model_path: Path) -> Any:
         recompute=t.recompute,
         chunk_tokens=t.logprob_chunk_tokens,
         adapter=adapter_for(recipe, model_path),
-        adapter_folder=recipe.model.lora.adapter if recipe.model.lora else None,
+        adapter_folder=start_adapter(recipe),
     )
 
 

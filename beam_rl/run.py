@@ -188,7 +188,7 @@ class Run:
         return Checkpoint(target, step, score, state)
 
     def adapter(self, step: int, write: Callable[[Path], None]) -> None:
-        """Writes adapters/step_N, before the step's checkpoint, with which it is kept or removed. `write` fills a folder.
+        """Writes adapters/step_N beside the step's checkpoint, with which it is removed later. `write` fills a folder.
 
         Raises RunError as `checkpoint` does.
         """
@@ -225,8 +225,8 @@ class Run:
             if old.step in keep or old == best:
                 continue
             try:
-                remove_folder(old.path)
                 remove_folder(self.folder / "adapters" / old.path.name)
+                remove_folder(old.path)
             except OSError as error:
                 LOGGER.warning("can't remove %s: %s", old.path, error.strerror)
 
@@ -414,6 +414,9 @@ def _prepare(folder: Path, recipe: Json, source: Checkpoint | None) -> Path | No
     for path in _steps(folder / "samples", STEP_FILE):
         if _step_of(path) > last:
             path.unlink()
+    for path in _steps(folder / "adapters", STEP_FOLDER):
+        if _step_of(path) > last:
+            remove_folder(path)
     return set_aside
 
 
@@ -424,7 +427,7 @@ def _set_aside(folder: Path) -> Path | None:
     taken = [int(path.name) for path in (folder / "earlier").glob("*") if path.name.isdigit()]
     target = folder / "earlier" / str(max(taken, default=0) + 1)
     target.mkdir(parents=True)
-    for name in ("metrics.jsonl", "samples"):
+    for name in ("metrics.jsonl", "samples", "adapters"):
         if (folder / name).exists():
             (folder / name).rename(target / name)
     (folder / "samples").mkdir(exist_ok=True)

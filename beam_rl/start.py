@@ -5,15 +5,18 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from beam_rl.errors import InputError
-from beam_rl.inputs import Inputs, prepare
+from beam_rl.inputs import Inputs, check_start_adapter, prepare
 from beam_rl.parity.compare import Comparison
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Recipe
 from beam_rl.report import Console, Report
 from beam_rl.run import Checkpoint, Run, check_folder, checkpoint_at
+
+if TYPE_CHECKING:
+    from beam_rl.megatron.settings import ExportForm
 
 
 def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
@@ -24,12 +27,22 @@ def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
     check_folder(*opening)  # before the work of reading the data; what reads them may still refuse, and leave no folder
     with Console(recipe.trainer.steps) as console:
         inputs = prepare(recipe, console)
+        if resume is None:
+            check_start_adapter(recipe, inputs.model_path)
         with Run.open(*opening) as run:
             _show_opening(run, inputs, console)
             if run.resumed is None or run.resumed.step < recipe.trainer.steps:
                 with Report(console, run, recipe.logging) as report:
-                    train(recipe, inputs, run, report)
+                    train(_going_on(recipe) if run.resumed else recipe, inputs, run, report)
             console.summary(run)
+
+
+def _going_on(recipe: Recipe) -> Recipe:
+    """For a trainer that loads a checkpoint: the adapter that training once started from is no longer needed."""
+    if recipe.model.lora is None:
+        return recipe
+    lora = recipe.model.lora.model_copy(update={"adapter": None})
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": lora})})
 
 
 def _show_opening(run: Run, inputs: Inputs, console: Console) -> None:
@@ -75,10 +88,10 @@ def run_parity(source: Path, overrides: Iterable[str]) -> Comparison:
         return check(recipe, prepare(recipe, console), folder, console)
 
 
-def run_export(path: Path, out: Path, form: str | None = None) -> None:
+def run_export(path: Path, out: Path, form: "ExportForm | None" = None) -> None:
     """Loads a checkpoint into the trainer's layout and writes an HF folder.
 
-    form: "adapter", "merged" or "full"; default: the adapter where the run trains one, else all weights.
+    form: default: the adapter where the run trains one, else all weights.
     """
     from beam_rl.cluster import ray_session  # before Ray, which reads the environment that it sets
     from beam_rl.inputs import find_model
@@ -88,7 +101,7 @@ def run_export(path: Path, out: Path, form: str | None = None) -> None:
     if out.exists():
         raise InputError(f"{out}: exists already; name a new folder")
     checkpoint = checkpoint_at(path)
-    recipe = load(checkpoint.path.parents[1] / "recipe.yaml")
+    recipe = _going_on(load(checkpoint.path.parents[1] / "recipe.yaml"))
     chosen = _export_form(form, recipe)
     with Console(0, file=sys.stderr) as console, scratch() as logs:
         model = find_model(recipe, console)
@@ -107,7 +120,7 @@ def scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _export_form(asked: str | None, recipe: Recipe) -> Any:
+def _export_form(asked: "ExportForm | None", recipe: Recipe) -> "ExportForm":
     if recipe.model.lora is None:
         if asked in ("adapter", "merged"):
             raise InputError(f"--{asked}: this run trains all weights (it has no model.lora); use --full")
@@ -125,4 +138,4 @@ def _recipe_or_run(source: Path, overrides: Iterable[str]) -> tuple[Recipe, Chec
     if not source.is_dir():
         return load(source, overrides), None
     checkpoint = checkpoint_at(source.resolve())
-    return load(checkpoint.path.parents[1] / "recipe.yaml", overrides), checkpoint
+    return _going_on(load(checkpoint.path.parents[1] / "recipe.yaml", overrides)), checkpoint

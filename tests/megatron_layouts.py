@@ -20,7 +20,7 @@ from engine_samples import engine_batches
 from megatron.core import parallel_state
 from numpy.typing import NDArray
 
-from beam_rl.adapter_files import read_adapter
+from beam_rl.adapter_files import merged, read_adapter
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
 from beam_rl.layout import PADDING, cut_routes, even_out, pad
 from beam_rl.lora import Adapter
@@ -93,6 +93,7 @@ def measure(trainer: Trainer, folder: Path) -> Seen:
     start = weights(trainer)
     if trainer.adapted:
         start |= {f"new {name}": values for name, values in new_adapter(trainer).items()}
+        start |= {f"merged {name}": values for name, values in merged_weights(trainer).items()}
         engine = {}  # which has sampled without an adapter
     else:
         engine = engine_gap(trainer, engine_batches(tiny.checkpoint(), folder.parent))
@@ -166,6 +167,14 @@ def new_adapter(trainer: Trainer) -> Tensors:
     found = weights(trainer)
     adapted.load(read_adapter(Path(settings.adapter_folder), settings.adapter, trainer.hf))
     return found
+
+
+def merged_weights(trainer: Trainer) -> Tensors:
+    """The base with what the adapter adds, as an export has it."""
+    assert trainer.settings.adapter
+    added = dict(trainer.hf_adapter_tensors())
+    whole = merged(trainer.hf_tensors(), added, trainer.settings.adapter, trainer.hf)
+    return {name: tensor.numpy().copy() for name, tensor in whole}
 
 
 @torch.no_grad()

@@ -254,6 +254,22 @@ def test_an_adapter_of_another_base_rank_or_scale_is_refused(given: Path) -> Non
             read_adapter(given, dataclasses.replace(SHAPE, **other), tiny.config())
 
 
+def test_an_adapter_trained_on_another_checkpoint_of_the_same_shape_is_refused(given: Path) -> None:
+    read_adapter(given, SHAPE, tiny.config(), tiny.checkpoint())
+    with pytest.raises(InputError, match=r"was trained on another checkpoint than model\.path"):
+        read_adapter(given, SHAPE, tiny.config(), tiny.checkpoint("bf16"))
+
+
+def test_a_full_disk_leaves_no_half_folder(given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("beam_rl.adapter_files.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        lora_tiny.folder(tmp_path / "new", SHAPE)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
@@ -262,6 +278,9 @@ def test_an_adapter_of_another_base_rank_or_scale_is_refused(given: Path) -> Non
         (WEIGHTS, b"\x20\0\0\0\0\0\0\0{", f"{WEIGHTS} can't be read"),
         (CONFIG, b"{", f"{CONFIG} is not a LoRA adapter's"),
         (CONFIG, b'{"peft_type": "IA3"}', f"{CONFIG} is not a LoRA adapter's"),
+        (CONFIG, b'{"r": "x", "lora_alpha": 8}', f"alphas in its {CONFIG} make no sense"),
+        (CONFIG, b'{"r": 4, "lora_alpha": 8, "rank_pattern": {"(": 4}}', f"alphas in its {CONFIG} make no sense"),
+        (CONFIG, b'{"r": 4, "lora_alpha": 8, "rank_pattern": ["q"]}', f"alphas in its {CONFIG} make no sense"),
     ],
 )
 def test_a_missing_or_broken_file_is_named(

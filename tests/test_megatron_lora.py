@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from beam_rl.errors import InputError
+from beam_rl.layout import check_layout
 from beam_rl.lora import ATTENTION_OUTPUT, EXPERTS, adapter_tensors, repeated_tensors
 from beam_rl.megatron.checkpoint import _leaves
 from beam_rl.megatron.lora_layers import AdaptedLinear
@@ -233,20 +234,21 @@ def test_the_reference_is_the_model_without_the_adapter() -> None:
     assert np.array_equal(trainer.score([BATCH])[0].logp, after) and np.abs(after - base).max() > 1e-3
 
 
-def test_a_rank_that_the_layout_cannot_cut_names_both_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = lora_tiny.adapter()
-    for group, size, says in (
-        ("tensor_model", 3, "model.lora.rank = 16: trainer.parallel.tp = 3 must divide it"),
-        (
-            "expert_tensor",
-            8,
-            "model.lora.rank = 16: gives an expert rank 4, which trainer.parallel.etp = 8 must divide",
-        ),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(parallel_state, f"get_{group}_parallel_world_size", lambda size=size: size)
-            with pytest.raises(InputError, match=f"^{says}$"):
-                tiny.trainer(adapter=shape)
+@pytest.mark.parametrize(
+    ("parallel", "targets", "problems"),
+    [
+        (Parallel(tp=32, sp=True), (), "must divide model.lora.rank = 16, to cut the adapter"),
+        (Parallel(dp=8, etp=8), (), "must divide the experts' rank 4, of model.lora.rank, to cut the adapter"),
+        (Parallel(tp=3, sp=True), ATTENTION_OUTPUT, "must divide the hidden size 64, to cut the adapter"),
+        (Parallel(dp=8, etp=8), ATTENTION_OUTPUT, None),
+    ],
+)
+def test_a_layout_that_cannot_cut_the_adapter_names_the_key(
+    parallel: Parallel, targets: tuple[str, ...], problems: str | None
+) -> None:
+    found = check_layout(tiny.config(), parallel, lora_tiny.adapter(*targets))
+    of_adapter = [problem for problem in found if "adapter" in problem]
+    assert (len(of_adapter) == 1 and problems in of_adapter[0]) if problems else not of_adapter
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------

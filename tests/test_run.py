@@ -204,6 +204,23 @@ def test_resume_restores_state_and_forgets_later_steps(folder: Path) -> None:
     assert "started" in log and "resumed from" in log
 
 
+def test_adapters_of_lost_steps_and_removed_checkpoints_go_too(folder: Path) -> None:
+    def write(target: Path) -> None:
+        (target / "adapter_model.safetensors").write_text("x")
+
+    def adapters() -> list[str]:
+        return sorted(path.name for path in (folder / "adapters").iterdir())
+
+    with Run.open(folder, RECIPE) as run:
+        for step in (1, 2, 3, 4):
+            save(run, step)
+            run.adapter(step, write)
+        assert adapters() == [path.name for path in sorted((folder / "checkpoints").iterdir())] != []
+        run.adapter(9, write)
+    with Run.open(folder, RECIPE, "auto"):
+        assert "step_9" not in adapters() and "step_4" in adapters()
+
+
 def test_resume_from_a_path_must_be_the_latest_or_branch_off(folder: Path, tmp_path: Path) -> None:
     with Run.open(folder, RECIPE) as run:
         save(run, 1)

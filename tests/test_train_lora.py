@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -73,6 +74,32 @@ def test_a_resumed_run_goes_on_as_the_whole_one_did(whole, folder):
     for name in there:
         if not name.startswith(("time/", "memory/")) and name not in ("sync/seconds", "rollout/tokens_per_s"):
             assert here[name] == there[name], name
+
+
+def test_bf16_two_ranks_two_engines_and_a_kl_term_from_an_adapter_on(whole, tiny_folder, folder):
+    """The published bar for BF16 with LoRA and replay is a mean |Δlogp| of 0.008."""
+    run(
+        folder / "bf16",
+        f"model.path={tiny_folder}",
+        f"model.lora.adapter={whole / 'adapters' / 'step_3'}",
+        "trainer.precision=bf16",
+        "trainer.parallel.dp=2",
+        "rollout.engines=2",
+        "algorithm.kl.coefficient=0.01",
+        "trainer.steps=2",
+    )
+    for row in metrics(folder / "bf16")[1:]:
+        assert 0 < row["parity/abs_logprob_diff_mean"] < 0.008
+        assert row["loss/kl"] > 1e-6, "the reference is the model without the adapter"
+
+
+def test_an_adapter_of_another_base_is_refused_before_anything_starts(whole, tiny_folder, folder):
+    other = shutil.copytree(tiny_folder, folder / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"note": "another model"}))
+    given = (f"model.path={other}", f"model.lora.adapter={whole / 'adapters' / 'step_3'}")
+    _, err = run(folder / "refused", *given, code=2)
+    assert "was trained on another checkpoint than model.path" in err and not (folder / "refused").exists()
 
 
 def test_the_adapter_lies_beside_each_checkpoint_and_the_export_is_the_last(whole, exported):

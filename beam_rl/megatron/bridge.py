@@ -4,7 +4,6 @@ Tensors are streamed one at a time, and keep their dtype: the router and its cor
 disk. Knows nothing about training.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -31,7 +30,6 @@ from transformers import AutoConfig
 from beam_rl.errors import InputError
 from beam_rl.megatron.model import BeamConfig, BeamModel, build_model, config_from_hf
 
-IDENTITY_BLOCKS = 64  # of a file, that `BeamCheckpoint.identity` reads
 QKVG = ("q", "k", "v", "gate")
 
 
@@ -156,19 +154,6 @@ class BeamCheckpoint:
         for what, names in (("lacks", expected - found), ("has the unknown", found - expected)):
             if names:
                 raise InputError(f"model.path = {path}: the checkpoint {what} {min(names)} ({len(names)} such tensors)")
-
-    def identity(self) -> str:
-        """A digest that tells this checkpoint from others, also from a further trained one, without reading it all: of
-        its config, and of each weights file's size and some of its bytes."""
-        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
-        for file in sorted(self.folder.glob("*.safetensors")):
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}".encode())
-            with file.open("rb") as stream:
-                for block in range(IDENTITY_BLOCKS):  # the first one has the header
-                    stream.seek(size * block // IDENTITY_BLOCKS)
-                    digest.update(stream.read(4096))
-        return digest.hexdigest()
 
     def load_into(self, chunks: Sequence[BeamModel]) -> None:
         """Fills the chunks of the model that this rank holds; every rank calls it."""

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from beam_rl.errors import InputError
+from beam_rl.files import whole_folder
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
@@ -31,19 +32,16 @@ def export_checkpoint(
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target} exists already: export to a new folder")
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    files = _write_files(tensors, partial, file_bytes)
-    _name_files(partial, files)
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(_WEIGHTS):
-            shutil.copy(file, partial / file.name)
-    config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(partial, target)
+    with whole_folder(target) as partial:
+        files = _write_files(tensors, partial, file_bytes)
+        _name_files(partial, files)
+        for file in source.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                shutil.copy(file, partial / file.name)
+        config = json.loads((source / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_files(tensors: Iterable[tuple[str, Tensor]], folder: Path, file_bytes: int) -> list[dict[str, int]]:

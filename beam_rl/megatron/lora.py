@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from beam_rl.errors import InputError
 from beam_rl.lora import (
     ATTENTION_INPUTS,
     ATTENTION_OUTPUT,
@@ -83,12 +82,9 @@ class AdaptedModel:
 
         Args:
             hf: the checkpoint's config.json.
-        Raises:
-            InputError: the layout can't cut a rank of the adapter.
         """
         self.config, self.hf = chunks[0].config, hf
         self.pieces = list(_pieces(adapter, hf))
-        _check_cuts(self.pieces, adapter)
         for chunk in chunks:
             chunk.requires_grad_(False)
             if chunk.pre_process:
@@ -235,15 +231,3 @@ def _add(layer: nn.Module, piece: Piece) -> Iterator[AdaptedLinear]:
         linear = adapted(getattr(holder, piece.linear), f"{path}.{piece.linear}", module.rank, module.alpha)
         setattr(holder, piece.linear, linear)
         yield linear
-
-
-def _check_cuts(pieces: Sequence[Piece], adapter: Adapter) -> None:
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    etp = parallel_state.get_expert_tensor_parallel_world_size()
-    if any(piece.experts is None for piece in pieces) and adapter.rank % tp:
-        raise InputError(f"model.lora.rank = {adapter.rank}: trainer.parallel.tp = {tp} must divide it")
-    if any(piece.experts is not None for piece in pieces) and adapter.expert_rank % etp:
-        raise InputError(
-            f"model.lora.rank = {adapter.rank}: gives an expert rank {adapter.expert_rank}, which "
-            f"trainer.parallel.etp = {etp} must divide"
-        )

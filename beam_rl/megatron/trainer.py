@@ -16,7 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from beam_rl.adapter_files import merged, read_adapter, write_adapter
+from beam_rl.adapter_files import identity, merged, read_adapter, write_adapter
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
 from beam_rl.checksum import SentChecksum
 from beam_rl.errors import InputError
@@ -54,7 +54,7 @@ class Trainer:
         self.checkpoint = BeamCheckpoint(model_path)
         hf = self.checkpoint.config
         self.hf: dict[str, Any] = hf.to_dict()
-        for problem in check_layout(self.hf, settings.parallel):
+        for problem in check_layout(self.hf, settings.parallel, settings.adapter):
             raise InputError(problem)
         self.device = ranks.start_process(settings)
         ranks.join(settings, rank, world_size, master)
@@ -83,7 +83,7 @@ class Trainer:
     def _adapted(self, adapter: Adapter) -> AdaptedModel:
         """Puts the adapter on the model: a new one, or the one that the settings name."""
         start = self.settings.adapter_folder
-        tensors = read_adapter(Path(start), adapter, self.hf) if start is not None else None
+        tensors = read_adapter(Path(start), adapter, self.hf, self.checkpoint.folder) if start is not None else None
         adapted = AdaptedModel(self.chunks, adapter, self.hf)
         if tensors is None:
             adapted.start_new(self.settings.seed)
@@ -293,7 +293,7 @@ class Trainer:
 
     def _adapter_about(self) -> dict[str, Any] | None:
         adapter = self.settings.adapter
-        return {"base": self.checkpoint.identity(), "shape": asdict(adapter)} if adapter else None
+        return {"base": identity(self.checkpoint.folder), "shape": asdict(adapter)} if adapter else None
 
     def _weights_on_host(self) -> dict[str, Tensor]:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._weights()}

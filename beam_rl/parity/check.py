@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from beam_rl.cluster import Cluster
 from beam_rl.engines import Engines
-from beam_rl.inputs import Inputs
+from beam_rl.inputs import Inputs, start_adapter
 from beam_rl.parity.compare import Comparison, Side, compare
 from beam_rl.parity.record import Records, concatenate
 from beam_rl.recipe.tree import Recipe
@@ -52,7 +52,7 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
         worker: Any = ray.remote(num_cpus=1)(ReferenceWorker).remote()
         stack.callback(ray.kill, worker)
         rounded, temperature = recipe.trainer.numerics == "engine", recipe.rollout.temperature
-        adapter = recipe.model.lora.adapter if recipe.model.lora else None
+        adapter = start_adapter(recipe)
         loading = worker.start.remote(str(inputs.model_path), recipe.trainer.precision, rounded, temperature, adapter)
         with display.phase("syncing", once=True):
             cluster.sync.load(version=0)

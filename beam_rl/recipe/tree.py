@@ -25,7 +25,7 @@ class Section(BaseModel):
 class Lora(Section):
     """Train an adapter and leave the model as it is; the router and the norms have none."""
 
-    rank: Positive = 64
+    rank: Annotated[int, Strict(), Field(gt=0, le=512)] = Field(64, description="512 at most, as in vLLM")
     alpha: Annotated[float, Field(gt=0)] = 128.0
     targets: list[str] = Field(list(ALL_TARGETS), description="adapted projections of each layer, by their HF names")
     normalize_moe_lora: Switch = Field(True, description="an expert's rank is rank / top-k, else rank")

@@ -92,13 +92,11 @@ class HeldAdapter:
     def stage(self) -> Stage:
         return Stage(self.adapter, self.config, compat.adapter_dtype(self.runner))
 
-    def swap(self, staged: Stage, new_id: int) -> None:
-        """Puts the staged adapter in the place of the one held.
+    def swap(self, tensors: Mapping[str, Tensor], new_id: int) -> None:
+        """Puts a complete adapter in the place of the one held.
 
-        Raises ValueError, having changed nothing, for a staged adapter that is not whole or wrong; RuntimeError when vLLM
-        bound it to other modules than it has: then the slot holds neither adapter.
+        Raises RuntimeError when vLLM bound it to other modules than it has: then the slot holds neither adapter.
         """
-        tensors = staged.complete()
         parts = [(m, tensors[m.a], tensors[m.b]) for m in self.modules]
         bound = compat.swap_adapter(self.runner, self.id, new_id, parts)
         self.id = new_id

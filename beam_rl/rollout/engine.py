@@ -131,11 +131,15 @@ class Engine:
         self._refuse_during_update("begin a weight update")
         if self.in_flight:
             raise RuntimeError(f"cannot begin a weight update: {len(self.in_flight)} requests are still sampling")
-        if self.settings.adapter is None:
-            await self.llm.start_weight_update()
-        else:
-            await self.llm.collective_rpc("begin_adapter")
-        self.update_state = "running"
+        self.update_state = "running"  # before anything is awaited, so that no request slips in
+        try:
+            if self.settings.adapter is None:
+                await self.llm.start_weight_update()
+            else:
+                await self.llm.collective_rpc("begin_adapter")
+        except Exception as error:
+            self.update_state = f"a weight update did not begin ({error})"
+            raise
 
     async def join_sync(self, host: str, port: int, rank: int, size: int, deadline_s: float) -> None:
         """Joins a sender's group (`sync.transport.WeightSender`) of `size` ranks, this engine's first worker as `rank`."""

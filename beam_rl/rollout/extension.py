@@ -61,9 +61,10 @@ class Extension:
         """[checksum of what the slot holds now, ""], or ["", why the staged adapter was refused and nothing changed]."""
         staged, self.staged = self.staged, None
         try:
-            self.adapter.swap(staged, new_id)
+            tensors = staged.complete()
         except ValueError as refused:
             return ["", str(refused)]
+        self.adapter.swap(tensors, new_id)
         return [self.adapter.checksum(), ""]
 
     def adapter_checksum(self) -> str:
