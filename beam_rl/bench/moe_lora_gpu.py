@@ -65,24 +65,28 @@ class Shape:
 SHAPES = {"whole": Shape(4, 48, 8, 2560), "shard": Shape(8, 6, 1, 320)}
 
 
-def bench(shapes: Sequence[str] = tuple(SHAPES), modes: Sequence[Mode] = tuple(Mode), concurrency: int = 32) -> Result:
+def bench(shapes: Sequence[str] = tuple(SHAPES), concurrency: int = 32) -> Result:
     """Measures each shape in each mode, every engine in a process of its own; the figure is the first shape's.
 
     As many engines as fit start together; each is measured alone.
     """
-    import torch
-
-    context = get_context("spawn")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_PLUGINS"] = ""  # ours would give every engine our kernels
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    engines: dict[str, list[_Engine]] = {}
-    for shape in shapes:
-        engines[shape] = [_Engine(context, shape, mode, concurrency) for mode in modes]
+    with tempfile.TemporaryDirectory() as folder:
+        return _result(_measure(shapes, concurrency, Path(folder)), concurrency)
+
+
+def _measure(shapes: Sequence[str], concurrency: int, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """What each engine said, by shape and mode."""
+    import torch
+
+    context = get_context("spawn")
+    engines = {shape: [_Engine(context, shape, mode, concurrency, folder) for mode in Mode] for shape in shapes}
     outcomes = {}
     for shape in shapes:
         fit = max(1, int(torch.cuda.mem_get_info()[0] / (1.2 * SHAPES[shape].bytes() + 6 * 2**30)))
-        for first in range(0, len(modes), fit):
+        for first in range(0, len(Mode), fit):
             group = engines[shape][first : first + fit]
             for engine in group:
                 engine.tell("start")
@@ -92,45 +96,44 @@ def bench(shapes: Sequence[str] = tuple(SHAPES), modes: Sequence[Mode] = tuple(M
                 engine.tell("measure")
                 engine.finish()
         outcomes[shape] = {engine.mode.value: engine.outcome for engine in engines[shape]}
-    return _result(outcomes, concurrency)
+    return outcomes
 
 
 class _Engine:
     """One engine's process, and what came out of it. It imports vLLM at once, starts and measures when told."""
 
-    def __init__(self, context: Any, shape: str, mode: Mode, concurrency: int) -> None:
+    def __init__(self, context: Any, shape: str, mode: Mode, concurrency: int, folder: Path) -> None:
         self.mode = mode
         self.outcome: dict[str, Any] = {}
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_child, args=(theirs, shape, mode, concurrency))
+        self._process = context.Process(target=_child, args=(theirs, shape, mode, concurrency, folder), daemon=True)
         self._process.start()
         theirs.close()
 
     def tell(self, word: str) -> None:
-        if not self.outcome:
-            self._pipe.send(word)
+        self._pipe.send(word)
 
     def answer(self) -> None:
-        """Waits for the child's next word; a failure is an outcome."""
-        if self.outcome:
-            return
+        """Waits for the child's next word; RuntimeError if it failed."""
         try:
             self.outcome = self._pipe.recv()
         except EOFError:
             self.outcome = {"failed": "its process ended"}
+        if "failed" in self.outcome:
+            raise RuntimeError(f"moe-lora, {self.mode.value}: {self.outcome['failed']}")
 
     def finish(self) -> None:
         self.answer()
         self._process.join()
 
 
-def _child(pipe: Any, shape: str, mode: Mode, concurrency: int) -> None:
+def _child(pipe: Any, shape: str, mode: Mode, concurrency: int, folder: Path) -> None:
     import vllm  # noqa: F401  # takes half a minute, while others run
 
     try:
         pipe.recv()
         began = time.perf_counter()
-        llm = _engine(SHAPES[shape], mode, concurrency)
+        llm = _engine(SHAPES[shape], mode, concurrency, folder / f"{shape}-{mode.value}")
         started_s = time.perf_counter() - began
         pipe.send({})
         pipe.recv()
@@ -146,28 +149,27 @@ def _child(pipe: Any, shape: str, mode: Mode, concurrency: int) -> None:
 def _result(outcomes: dict[str, dict[str, Any]], concurrency: int) -> Result:
     from beam_rl.bench import measure
 
-    bandwidths = [o["bandwidth_bytes_a_second"] for modes in outcomes.values() for o in modes.values() if "trace" in o]
-    bandwidth = max(bandwidths, default=float("nan"))
+    bandwidth = max(o["bandwidth_bytes_a_second"] for modes in outcomes.values() for o in modes.values())
     detail = {}
     for shape, modes in outcomes.items():
         size = SHAPES[shape]
-        base = modes.get("none", {}).get("tokens_a_second", float("nan"))
+        base = modes["none"]["tokens_a_second"]
         for mode, outcome in modes.items():
             rank = {"none": 0, "padded": RANK}.get(mode, RANK // TOP_K)
-            outcome["share_of_no_lora"] = outcome.get("tokens_a_second", float("nan")) / base
+            outcome["share_of_no_lora"] = outcome["tokens_a_second"] / base
             read = size.step_bytes(concurrency, rank) - size.step_bytes(concurrency, 0)
             outcome |= {"adapter_bytes_a_step": read, "adapter_floor_us_a_step": read / bandwidth * 1e6}
         detail[shape] = asdict(size) | {
             "modes": {mode: {k: v for k, v in o.items() if k != "probe"} for mode, o in modes.items()},
-            "logprob_difference_ours_exact": _difference(modes.get("ours", {}), modes.get("exact", {})),
-            "logprob_difference_none_exact": _difference(modes.get("none", {}), modes.get("exact", {})),
+            "logprob_difference_ours_exact": _difference(modes["ours"], modes["exact"]),
+            "logprob_difference_none_exact": _difference(modes["none"], modes["exact"]),
         }
     first = next(iter(outcomes.values()))
     return Result(
         name="moe-lora",
-        figure=first.get("ours", {}).get("tokens_a_second", 0.0),
+        figure=first["ours"]["tokens_a_second"],
         unit="tokens/s",
-        limit=first.get("none", {}).get("tokens_a_second", float("nan")),
+        limit=first["none"]["tokens_a_second"],
         machine=measure.machine(measure.device()),
         detail={
             "hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K, "vocabulary": VOCABULARY, "rank": RANK,
@@ -228,12 +230,12 @@ def _probe(llm: Any, request: Any, prompts: list[dict[str, Any]]) -> list[tuple[
 
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Of the probes' log-probabilities, where both engines chose the same tokens."""
-    pairs = list(zip(one.get("probe", []), other.get("probe", []), strict=False))
+    pairs = list(zip(one["probe"], other["probe"], strict=True))
     same = [abs(a[2] - b[2]) for a, b in pairs if a[:2] == b[:2]]
     return {"same_tokens": len(same), "of": len(pairs), "mean": statistics.mean(same) if same else None}
 
 
-def _engine(shape: Shape, mode: Mode, concurrency: int) -> Any:
+def _engine(shape: Shape, mode: Mode, concurrency: int, folder: Path) -> Any:
     from vllm import LLM
 
     from beam_rl.rollout import compat, compat_gpu
@@ -242,7 +244,7 @@ def _engine(shape: Shape, mode: Mode, concurrency: int) -> Any:
         compat.size_adapter_slots(lambda config, is_experts: RANK // TOP_K if is_experts else None)
     if mode == Mode.ours:
         compat_gpu.install()
-    folder = Path(tempfile.mkdtemp())
+    folder.mkdir()
     config = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": HIDDEN,
         "vocab_size": VOCABULARY, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": shape.layers,

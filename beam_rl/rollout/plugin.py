@@ -8,7 +8,6 @@ TRANSFER_BACKEND = "beam_rl_gloo"
 def register() -> None:
     """Adds Beam or what its adapters need, the Gloo weight transport, and ties the process's life to its engine's."""
     from vllm import ModelRegistry
-    from vllm.platforms import current_platform
 
     from beam_rl.rollout.adapter import slot_rank
 
@@ -16,15 +15,13 @@ def register() -> None:
     process.follow_owner()
     # The class, not its name: vLLM would start another Python to look at a class that is only named.
     if compat.has_native_beam():
+        from beam_rl.rollout import compat_gpu
         from beam_rl.rollout.native import BeamForCausalLM as Beam
+
+        compat_gpu.install()
     else:
         from beam_rl.rollout.model import BeamForCausalLM as Beam
     ModelRegistry.register_model(compat.ARCHITECTURE, Beam)
     compat.size_adapter_slots(slot_rank)
-    if current_platform.is_cuda():
-        from beam_rl.rollout import compat_gpu
-
-        compat_gpu.install()
-    else:
-        compat.repair_adapter_linear()
+    compat.repair_adapter_linear()
     compat.register_transfer_engine(TRANSFER_BACKEND, "beam_rl.rollout.sync.gloo_engine", "GlooWeightReceiver")
