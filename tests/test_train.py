@@ -229,9 +229,10 @@ def test_a_run_that_is_killed_leaves_no_process(folder):
     assert not left_behind(folder / "killed", 30)
 
 
-def test_two_ranks_two_engines_and_the_switches_together(folder):
+def test_two_ranks_two_engines_and_the_switches_together(tiny_folder, folder):
     """Data parallelism, BF16, several engines, KL, importance correction and dynamic sampling in one run."""
     switches = [
+        f"model.path={tiny_folder}",
         "trainer.parallel.dp=2",
         "rollout.engines=2",
         "rollout.prompts_per_step=8",
