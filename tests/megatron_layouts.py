@@ -3,6 +3,7 @@
 Everything comes back whole and under its HF name or in its samples' order: log-probabilities, gradients, weights.
 """
 
+import contextlib
 import sys
 import time
 import traceback
@@ -129,8 +130,9 @@ def measure(trainer: Trainer, folder: Path) -> Seen:
 def engine_gap(trainer: Trainer, batches: list[MicroBatch]) -> dict[str, float]:
     """How far this layout is from the engine on what the engine sampled, replaying its routes; changes no weight.
 
-    The mean |Δlogp| of the response tokens as scored (on ranks that report), and in an update's own forward pass, where
-    activations are recomputed; and the shares that agree of the expert sets the trainer would have chosen.
+    The mean |Δlogp| of the response tokens as scored (on ranks that report), and in an update's own forward pass; that
+    update's gradient norm, with recomputation in every layout but that of one process; and the share of expert sets that
+    the trainer would have chosen otherwise.
     """
     place = trainer.place
     mine = [cut_routes(batch, place) for batch in shares(batches, place.parallel)[place.dp]]
@@ -140,12 +142,26 @@ def engine_gap(trainer: Trainer, batches: list[MicroBatch]) -> dict[str, float]:
         return TokenLoss(loss=-inputs.advantage * inputs.logp, clipped=difference > 1, kl=difference)
 
     scores = trainer.score(mine)
-    found = {"update": trainer.update(mine, gap, lr=0.0)["loss/kl"]}
+    with recomputed(trainer):
+        metrics = trainer.update(mine, gap, lr=0.0)
+    found = {"update": metrics["loss/kl"], "gradient": metrics["optim/grad_norm"]}
     if scores:
         differences = [np.abs(s.logp - b.logp_engine)[b.response] for s, b in zip(scores, mine, strict=True)]
         found["score"] = float(np.concatenate(differences).mean())
-        found["flipped"] = float(sum(s.routes_total - s.routes_agree for s in scores))
+        found["flipped"] = 1 - sum(s.routes_agree for s in scores) / sum(s.routes_total for s in scores)
     return found
+
+
+@contextlib.contextmanager
+def recomputed(trainer: Trainer) -> Iterator[None]:
+    """Recomputes whole layers, where the trainer has several ranks and does not recompute by itself."""
+    config = trainer.config
+    if trainer.place.parallel.ranks == 1 or config.recompute_granularity is not None:
+        yield
+        return
+    config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+    yield
+    config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
 
 
 def weights(trainer: Trainer) -> Tensors:
@@ -318,11 +334,6 @@ def errors(seen: Seen, one: Seen) -> dict[str, float]:
     assert seen.agreement == one.agreement
     assert seen.gradients.keys() == one.gradients.keys()
     found = {
-        **(
-            {"engine, scored": seen.engine["score"], "engine, in an update": seen.engine["update"]}
-            if seen.engine
-            else {}
-        ),
         "log-probabilities": max(error(a, b) for a, b in zip(seen.logp, one.logp, strict=True)),
         "entropies": max(error(a, b) for a, b in zip(seen.entropy, one.entropy, strict=True)),
         "metrics": max(
@@ -331,6 +342,14 @@ def errors(seen: Seen, one: Seen) -> dict[str, float]:
             for name in theirs
         ),
     }
+    if seen.engine:
+        theirs, ours = one.engine, seen.engine
+        found = {
+            "engine, scored": ours["score"],
+            "engine, in an update": ours["update"],
+            "its routes flipped": ours["flipped"],
+            "its ∇ norm": abs(ours["gradient"] - theirs["gradient"]) / theirs["gradient"],
+        } | found
     by_class: dict[str, list[float]] = {kind: [] for kind in CLASSES}
     for name in one.gradients:
         (kind,) = [kind for kind, parts in CLASSES.items() if any(part in name for part in parts)]
