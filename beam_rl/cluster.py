@@ -7,8 +7,10 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,11 +93,9 @@ def ray_session(address: str, logs: Path) -> Iterator[None]:
         return
     folder = _short_folder(logs)
     try:
-        ray.init(
+        _init(
             num_cpus=max(16, os.cpu_count() or 1),  # slots, not cores: on a CPU trainer and engine take turns
             include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
             object_store_memory=512 * 2**20,
@@ -107,15 +107,26 @@ def ray_session(address: str, logs: Path) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _join(address: str) -> None:
-    """Connects to the Ray at `address`; InputError if there is none."""
+def _init(**options: Any) -> None:
+    """ray.init, quietly, and with SIGTERM handled as before: Ray's own handler ends the process on the spot."""
     import ray
 
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    except SystemExit:  # Ray's handler, while it starts
+        raise KeyboardInterrupt from None
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def _join(address: str) -> None:
+    """Connects to the Ray at `address`; InputError if there is none."""
     try:
         if address.count(":") == 1:  # Ray itself would wait for minutes
             host, port = address.split(":")
             socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _init(address=address)
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"cluster.address = {address}: no Ray there that can be joined ({reason})") from None

@@ -15,7 +15,15 @@ def whole_folder(target: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        for file in partial.iterdir():
+            file.chmod(0o666 & ~_umask())  # safetensors lets only the owner read
         os.replace(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(mask)
+    return mask

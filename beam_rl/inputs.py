@@ -1,5 +1,6 @@
 """What a run reads before any engine starts: the checkpoint's folder, its tokenizer, prompts. Mistakes end here."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from beam_rl.layout import check_layout
 from beam_rl.lora import Adapter, adapter_of
 from beam_rl.recipe.tree import DataSource, Recipe
 from beam_rl.samples import Prompt
-from beam_rl.step import Display
+from beam_rl.step import Display, Phase
 
 # Variants that Beam's config.json can name and Beam itself does not have.
 UNSUPPORTED = {"norm_topk_prob": True, "attention_bias": False, "tie_word_embeddings": False}
@@ -72,11 +73,7 @@ def find_model(recipe: Recipe, display: Display) -> Path:
     """The folder of `model.path`: made (`tiny`), local, or downloaded from the hub."""
     name = recipe.model.path
     if name == "tiny":
-        from beam_rl.tiny import cached_tiny
-        from beam_rl.tiny.warmstart import Schedule
-
-        with display.phase("tiny Beam, warm-started on first use", Schedule().steps, once=True) as phase:
-            return cached_tiny(recipe.seed, recipe.trainer.precision, lambda step, steps, loss: phase.advance())
+        return _tiny(recipe, display)
     if Path(name).is_dir():
         return Path(name).resolve()
     if os.sep in name and (name.startswith((".", os.sep)) or name.count("/") > 1):
@@ -89,6 +86,21 @@ def find_model(recipe: Recipe, display: Display) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         reason = str(e).splitlines()[0]
         raise InputError(f"model.path = {name}: neither a folder nor a model the hub can give ({reason})") from None
+
+
+def _tiny(recipe: Recipe, display: Display) -> Path:
+    """The tiny checkpoint; what goes on is shown only where it has to be made."""
+    from beam_rl.tiny import cached_tiny
+
+    with contextlib.ExitStack() as shown:
+        phase: Phase | None = None
+
+        def progress(step: int, steps: int, loss: float) -> None:
+            nonlocal phase
+            phase = phase or shown.enter_context(display.phase("warm-starting the tiny Beam", steps, once=True))
+            phase.advance()
+
+        return cached_tiny(recipe.seed, recipe.trainer.precision, progress)
 
 
 def check_beam(path: Path) -> dict[str, Any]:

@@ -111,8 +111,10 @@ class Run:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Closes the folder; what ended the run goes to log.txt first."""
-        if isinstance(error, InputError | KeyboardInterrupt):
-            LOGGER.error("ended: %s", str(error) or type(error).__name__)
+        if isinstance(error, KeyboardInterrupt):
+            LOGGER.warning("interrupted")
+        elif isinstance(error, InputError):
+            LOGGER.error("ended: %s", error)
         elif error is not None:
             LOGGER.error("ended", exc_info=error)
             error.add_note(f"(traceback in {self.folder / 'log.txt'})")

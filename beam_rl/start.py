@@ -13,7 +13,7 @@ from beam_rl.parity.compare import Comparison
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Recipe
 from beam_rl.report import Console, Report
-from beam_rl.run import Checkpoint, Run, check_folder, checkpoint_at
+from beam_rl.run import Checkpoint, Run, check_folder, checkpoint_at, checkpoints
 
 if TYPE_CHECKING:
     from beam_rl.megatron.settings import ExportForm
@@ -27,10 +27,10 @@ def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
     check_folder(*opening)  # before the work of reading the data; what reads them may still refuse, and leave no folder
     with Console(recipe.trainer.steps) as console:
         inputs = prepare(recipe, console)
-        if resume is None:
+        if resume in (None, "auto") and not checkpoints(folder):
             check_start_adapter(recipe, inputs.model_path)
         with Run.open(*opening) as run:
-            _show_opening(run, inputs, console)
+            _show_opening(run, inputs, resume, console)
             if run.resumed is None or run.resumed.step < recipe.trainer.steps:
                 with Report(console, run, recipe.logging) as report:
                     train(_going_on(recipe) if run.resumed else recipe, inputs, run, report)
@@ -45,11 +45,13 @@ def _going_on(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": lora})})
 
 
-def _show_opening(run: Run, inputs: Inputs, console: Console) -> None:
+def _show_opening(run: Run, inputs: Inputs, resume: str | None, console: Console) -> None:
     for note in inputs.notes:
         console.note(note)
     if run.set_aside:
         console.note(f"no checkpoint to go on from: starting anew, the earlier steps are in {run.set_aside}")
+    elif resume and run.resumed is None:
+        console.note(f"{run.folder} holds no run to resume: starting a new one")
     if run.resumed and run.resumed.step >= run.recipe["trainer"]["steps"]:
         console.note(f"step {run.resumed.step} is there: the run is done, and trainer.steps says how far to go on")
 

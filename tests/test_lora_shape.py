@@ -68,6 +68,7 @@ def test_a_repeated_a_is_named_with_the_one_it_equals(config):
     [
         (["self_attn.q_prj"], "did you mean self_attn.q_proj?"),
         (["mlp.gate"], "did you mean mlp.gate_proj?"),
+        (["q_proj"], "did you mean self_attn.q_proj?"),
         (["self_attn.q_proj", "self_attn.v_proj"], "lacks self_attn.k_proj, self_attn.gate_proj"),
         (["mlp.experts.down_proj"], "lacks mlp.experts.gate_proj, mlp.experts.up_proj"),
         ([], "name at least one"),

@@ -56,7 +56,7 @@ def resumed(folder: Path) -> Iterator[Path]:
     """A run that Ctrl-C ended after step 3, and that went on from there."""
     process = start(folder / "resumed")
     wait_for_step(folder / "resumed", 3, process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)  # as a scheduler does; Ctrl-C takes the same way
     asked = time.monotonic()
     _, err = finish(process, folder / "resumed", code=130)
     assert time.monotonic() - asked < 30

@@ -36,7 +36,8 @@ def _lora(recipe: "Recipe") -> Iterator[str]:
         yield "model.lora.targets = []: name at least one, or leave out model.lora to train all weights"
     for target in targets:
         if target not in ALL_TARGETS:
-            near = difflib.get_close_matches(target, ALL_TARGETS, 1, 0.4) or [ALL_TARGETS[0]]
+            alike = [known for known in ALL_TARGETS if known.endswith(f".{target.rpartition('.')[2]}")]
+            near = alike or difflib.get_close_matches(target, ALL_TARGETS, 1, 0.4) or ALL_TARGETS
             yield f"model.lora.targets: {target} is none of {', '.join(ALL_TARGETS)}; did you mean {near[0]}?"
     for group, why in TOGETHER:
         missing = [target for target in group if target not in targets]
