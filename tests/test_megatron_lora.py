@@ -25,7 +25,6 @@ LR = 1e-3
 BATCH = tiny.micro_batch([12, 30, 5])
 WITH_ADAPTER = [
     layouts.Layout("DP2, selective recompute", Parallel(dp=2), "selective"),
-    layouts.Layout("TP2+SP", Parallel(tp=2, sp=True)),
     layouts.Layout("TP2+SP, EP2", Parallel(tp=2, sp=True, ep=2)),
     layouts.Layout("DP2, EP2", Parallel(dp=2, ep=2)),
     layouts.Layout("DP2, ETP2", Parallel(dp=2, etp=2)),

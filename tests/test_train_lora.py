@@ -76,7 +76,7 @@ def test_a_resumed_run_goes_on_as_the_whole_one_did(whole, folder):
             assert here[name] == there[name], name
 
 
-def test_bf16_two_ranks_two_engines_and_a_kl_term_from_an_adapter_on(whole, tiny_folder, folder):
+def test_bf16_two_ranks_and_a_kl_term_from_an_adapter_on(whole, tiny_folder, folder):
     """The published bar for BF16 with LoRA and replay is a mean |Δlogp| of 0.008."""
     run(
         folder / "bf16",
@@ -84,7 +84,6 @@ def test_bf16_two_ranks_two_engines_and_a_kl_term_from_an_adapter_on(whole, tiny
         f"model.lora.adapter={whole / 'adapters' / 'step_3'}",
         "trainer.precision=bf16",
         "trainer.parallel.dp=2",
-        "rollout.engines=2",
         "algorithm.kl.coefficient=0.01",
         "trainer.steps=2",
     )
