@@ -39,14 +39,15 @@ def run(recipe: Path, overrides: Sequence[str], out: Path, *more: str, code: int
     return finish(start(recipe, overrides, out, *more), out, code)
 
 
-def left_behind(out: Path, patience_s: float) -> list[psutil.Process]:
-    """Processes that carry the run's mark in their environment, which every child inherits."""
+def left_behind(out: Path, patience_s: float, but: Sequence[str] = ()) -> list[psutil.Process]:
+    """Processes that carry the run's mark in their environment, which every child inherits; `but` those of these names."""
     end = time.monotonic() + patience_s
     while True:
         alive = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == str(out) and process.status() != psutil.STATUS_ZOMBIE:
+                ours = process.environ().get(MARK) == str(out) and process.name() not in but
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     alive.append(process)
         if not alive or time.monotonic() > end:
             return alive
