@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from beam_rl.gpus import gpu_share
+from beam_rl.gpus import share_for
 from beam_rl.inputs import adapter_for
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Recipe
@@ -23,10 +23,8 @@ class Engines:
 
         from beam_rl.rollout.engine import Engine
 
-        ranks, count = self.recipe.trainer.parallel.ranks, self.recipe.rollout.engines
-        share = gpu_share(int(ray.cluster_resources().get("GPU", 0)), ranks, count)
-        actor: Any = ray.remote(num_cpus=1, num_gpus=share, max_concurrency=10_000)(Engine)
-        self.actors = [actor.remote(self._settings(i)) for i in range(count)]
+        actor: Any = ray.remote(num_cpus=1, num_gpus=share_for(self.recipe), max_concurrency=10_000)(Engine)
+        self.actors = [actor.remote(self._settings(i)) for i in range(self.recipe.rollout.engines)]
         self.starting = [a.start.remote() for a in self.actors]
         return self
 

@@ -1,6 +1,15 @@
-"""How the trainer's ranks and the engines of a run share Ray's GPUs. Pure; without GPUs nobody gets one."""
+"""How the trainer's ranks and the engines of a run share Ray's GPUs; without GPUs nobody gets one."""
 
 from beam_rl.errors import InputError
+from beam_rl.recipe.tree import Recipe
+
+
+def share_for(recipe: Recipe) -> float:
+    """`gpu_share` of the run's processes, by what the Ray that this process is connected to has."""
+    import ray
+
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    return gpu_share(gpus, recipe.trainer.parallel.ranks, recipe.rollout.engines)
 
 
 def gpu_share(gpus: int, ranks: int, engines: int) -> float:

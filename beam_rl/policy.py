@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from beam_rl.gpus import gpu_share
+from beam_rl.gpus import share_for
 from beam_rl.inputs import adapter_for, start_adapter
 from beam_rl.layout import cut_routes, even_out, pad, place_of
 from beam_rl.parity.record import Records
@@ -148,8 +148,7 @@ class Policy:
     def __enter__(self) -> "Policy":
         import ray
 
-        share = gpu_share(int(ray.cluster_resources().get("GPU", 0)), len(self.places), self.recipe.rollout.engines)
-        worker: Any = ray.remote(num_cpus=1, num_gpus=share)(PolicyWorker)
+        worker: Any = ray.remote(num_cpus=1, num_gpus=share_for(self.recipe))(PolicyWorker)
         self.workers: list[Any] = [worker.remote(self.recipe.algorithm, rank) for rank in range(len(self.places))]
         start = (
             str(self.model_path),

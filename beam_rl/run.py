@@ -423,7 +423,7 @@ def _prepare(folder: Path, recipe: Json, source: Checkpoint | None) -> Path | No
 
 
 def _set_aside(folder: Path) -> Path | None:
-    """Moves the metrics and samples of a run that has no checkpoint to earlier/N: it starts anew, and nothing is lost."""
+    """Moves what a run without checkpoint has reported to earlier/N: it starts anew, and nothing is lost."""
     if not (folder / "recipe.yaml").exists() or not _has_begun(folder):
         return None
     taken = [int(path.name) for path in (folder / "earlier").glob("*") if path.name.isdigit()]

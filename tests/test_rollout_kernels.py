@@ -86,9 +86,8 @@ def test_expert_lora_kernels_compute_what_plain_torch_does(fused: bool, block: i
 
 @runs_kernels
 @pytest.mark.parametrize("widths", [(96,), (64, 16, 16), (64, 16, 16, 64)])
-@pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize("slots", [1, 2])
-def test_linear_lora_kernels_compute_what_plain_torch_does(widths: tuple[int, ...], add: bool, slots: int) -> None:
+def test_linear_lora_kernels_compute_what_plain_torch_does(widths: tuple[int, ...], slots: int) -> None:
     torch.manual_seed(0)
     tokens, hidden, rank = (33, 1024, 64) if ON_GPU else (5, 48, 4)
     widths = tuple(w * 16 + 8 for w in widths) if ON_GPU else widths
@@ -96,10 +95,9 @@ def test_linear_lora_kernels_compute_what_plain_torch_does(widths: tuple[int, ..
     a = [random(slots, 1, rank, hidden, std=hidden**-0.5) for _ in widths]
     b = [random(slots, 1, w, rank) for w in widths]
     of_token = slots_of_tokens(tokens + 3, slots)
-    delta = linear.reference(x, a, b, of_token, 0.5)
-    want = (y.float() + delta.float()).to(DTYPE) if add else delta
+    want = (y.float() + linear.reference(x, a, b, of_token).float()).to(DTYPE)
     tiles = linear.Tiles() if ON_GPU else linear.Tiles(shrink_k=16, shrink_splits=2, expand_n=32)
-    linear.expand(y, linear.shrink(x, a, of_token, tiles), b, of_token, 0.5, tiles, add)
+    linear.expand(y, linear.shrink(x, a, of_token, tiles), b, of_token, tiles)
     assert (y - want).float().norm() < TOLERANCE * want.float().norm()
 
 
@@ -110,7 +108,7 @@ def test_the_kernels_pass_in_tritons_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *kernels]
     interpreted = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=interpreted, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "24 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "18 passed" in done.stdout, done.stdout[-3000:]
 
 
 def test_the_kernels_refuse_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,9 +79,14 @@ def references(
 @pytest.fixture(scope="module")
 def engine(cluster: None, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     class TestEngine(Engine):  # Ray's workers can't import this file: a class in a function travels by value
-        def _adapter_of(self, request: Request) -> Any:
-            """None, the checkpoint alone, for requests whose name says so, in one batch with the adapter's."""
-            return None if request.id.startswith("base") else super()._adapter_of(request)
+        async def _add(self, request: Request) -> Any:
+            """The checkpoint alone for requests whose name says so, in one batch with the adapter's."""
+            served = self.adapter_id
+            self.adapter_id = 0 if request.id.startswith("base") else served
+            try:
+                return await super()._add(request)
+            finally:
+                self.adapter_id = served
 
         async def restart(self, settings: EngineSettings) -> EngineInfo:
             """Another engine in the same process: vLLM is imported already."""

@@ -53,7 +53,7 @@ def whole(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(folder: Path) -> Iterator[Path]:
-    """A run that Ctrl-C ended after step 3, and that went on from there."""
+    """A run that was told to end after step 3, and that went on from there."""
     process = start(folder / "resumed")
     wait_for_step(folder / "resumed", 3, process)
     process.send_signal(signal.SIGTERM)  # as a scheduler does; Ctrl-C takes the same way

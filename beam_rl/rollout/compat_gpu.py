@@ -196,7 +196,7 @@ def _linear_with_lora(
         with _side.beside():
             t = linear.shrink(x, a, slots, LINEAR_TILES)
         _side.join()
-        linear.expand(y, t, b, slots, 1.0, LINEAR_TILES)
+        linear.expand(y, t, b, slots, LINEAR_TILES)
         return y
     y = F.linear(x, weight, bias)
     t = torch.empty(len(a), len(x), a[0].shape[-2], dtype=torch.float32, device=x.device)

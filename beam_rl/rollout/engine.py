@@ -295,14 +295,11 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         return await self.llm.add_request(
-            request.id, tokens_input(request.prompt_ids), params, lora_request=self._adapter_of(request)
+            request.id, tokens_input(request.prompt_ids), params, lora_request=self._served_adapter()
         )
 
-    def _adapter_of(self, request: Request) -> Any:
-        """What vLLM takes for the adapter of a request: that of the version served."""
-        return self._served_adapter()
-
     def _served_adapter(self) -> Any:
+        """What vLLM takes for a request's adapter: that of the version served."""
         from beam_rl.rollout import compat
 
         return compat.adapter_request(self.adapter_id) if self.adapter_id else None

@@ -73,11 +73,11 @@ def _linear_shrink_kernel(
 @triton.jit
 def _linear_expand_kernel(
     t, b0, b1, b2, b3, y, slot_of_token,
-    tokens, y_row, scale, n0, n1, n2, n3,
+    tokens, y_row, n0, n1, n2, n3,
     RANK: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
-    ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """y[:, slice] = (y +) scale · t[slice] · B[slice]ᵀ; each program has BN columns of one slice."""
+    """y[:, slice] += t[slice] · B[slice]ᵀ; each program has BN columns of one slice."""
     tile, token_block = tl.program_id(0), tl.program_id(1)
     part = 0
     column = 0  # where the slice begins in y
@@ -103,7 +103,6 @@ def _linear_expand_kernel(
     for split in tl.static_range(SPLITS):
         places = t + ((split * SLICES + part) * tokens + token)[:, None] * RANK + r[None, :]
         total += tl.load(places, mask=valid[:, None] & (r < RANK)[None, :], other=0.0)
-    total *= scale
     delta = tl.dot(tl.where((slot == 0)[:, None], total, 0.0).to(dtype), b)
     for s in tl.static_range(1, SLOTS):
         b_at += width * RANK
@@ -111,10 +110,8 @@ def _linear_expand_kernel(
         delta = tl.dot(tl.where((slot == s)[:, None], total, 0.0).to(dtype), b, delta)
     places = y + token[:, None].to(tl.int64) * y_row + (column + n)[None, :]
     mask = valid[:, None] & (n < width)[None, :]
-    delta = delta.to(dtype)
-    if ADD:
-        delta = (tl.load(places, mask=mask, other=0.0).to(tl.float32) + delta.to(tl.float32)).to(dtype)
-    tl.store(places, delta, mask=mask)
+    total = tl.load(places, mask=mask, other=0.0).to(tl.float32) + delta.to(dtype).to(tl.float32)
+    tl.store(places, total.to(dtype), mask=mask)
 
 
 def supported(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
@@ -148,10 +145,8 @@ def shrink(x: Tensor, a: Sequence[Tensor], slots: Tensor, tiles: Tiles) -> Tenso
     return t
 
 
-def expand(
-    y: Tensor, t: Tensor, b: Sequence[Tensor], slots: Tensor, scale: float, tiles: Tiles, add: bool = True
-) -> None:
-    """y += scale · t Bᵀ slice by slice, or y = where not `add`.
+def expand(y: Tensor, t: Tensor, b: Sequence[Tensor], slots: Tensor, tiles: Tiles) -> None:
+    """y += t Bᵀ slice by slice.
 
     Args:
         y: (tokens, sum of the slices' widths). t: what `shrink` gave. b: (slots, 1, width, rank) of each slice.
@@ -159,8 +154,8 @@ def expand(
     splits, _, tokens, rank = t.shape
     block, widths = _token_block(tokens), [s.shape[-2] for s in b]
     _linear_expand_kernel[(sum(triton.cdiv(w, tiles.expand_n) for w in widths), triton.cdiv(tokens, block))](
-        t, *_four(b), y, slots, tokens, y.stride(0), scale, *_four(widths),
-        RANK=rank, RANKS=_ranks(rank), SLICES=len(b), SLOTS=b[0].shape[0], SPLITS=splits, ADD=add, BM=block,
+        t, *_four(b), y, slots, tokens, y.stride(0), *_four(widths),
+        RANK=rank, RANKS=_ranks(rank), SLICES=len(b), SLOTS=b[0].shape[0], SPLITS=splits, BM=block,
         BN=tiles.expand_n, num_warps=tiles.expand_warps,
     )  # fmt: skip
 
@@ -179,13 +174,13 @@ def _four(values: Sequence) -> list:
     return [*values, *[values[-1]] * (MAX_SLICES - len(values))]
 
 
-def reference(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], slots: Tensor, scale: float) -> Tensor:
+def reference(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], slots: Tensor) -> Tensor:
     """What `shrink` and `expand` add, in plain torch: (tokens, sum of widths), rounded as the kernels round."""
     dtype, rows = x.dtype, []
     for row, slot in zip(x, slots[: len(x)].tolist(), strict=True):
         parts, held = [], 0 <= slot < len(a[0])
         for a_slice, b_slice in zip(a, b, strict=True):
-            t = (scale * (row.float() @ a_slice[slot * held, 0].float().T)).to(dtype).float()
+            t = (row.float() @ a_slice[slot * held, 0].float().T).to(dtype).float()
             parts.append((b_slice[slot * held, 0].float() @ t).to(dtype) * held)
         rows.append(torch.cat(parts))
     return torch.stack(rows)
