@@ -30,6 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks without touching the GPU, which would spoil later forks
     import torch
 
     if not torch.cuda.is_available():

