@@ -35,6 +35,7 @@ def scores(near_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[S
     groups = [[Request(f"{p.position}-{k}", p.token_ids, k, 16, 1.0) for k in range(8)] for p in prompts]
     with ray_session("local", logs), Policy(recipe, near_tied) as policy, Engines(recipe, near_tied, logs) as engines:
         ray.get([*policy.starting, *engines.starting])
+        engines.serve(0, [0])
         done = engines.generate(groups)
         samples = [Sample(p, done[r.id], weight=1.0) for p, g in zip(prompts, groups, strict=True) for r in g]
         replayed = policy.score([samples])
