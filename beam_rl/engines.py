@@ -67,19 +67,19 @@ class Engines:
     def __enter__(self) -> "Engines":
         threading.Thread(target=self._loop.run_forever, name="engines", daemon=True).start()
         self.slots = [Slot(i, *self._new(i)) for i in range(self.recipe.rollout.engines)]
-        self._watching = self.submit(self._watch())
+        self.submit(self._watch())
         return self
 
     def __exit__(self, *error: object) -> None:
         import ray
 
         self._over = RuntimeError("the run is ending")
-        self._watching.cancel()
+        self.submit(_cancel_others()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
         stopping = [s.actor.stop.remote() for s in self.slots]
         ray.wait(stopping, num_returns=len(stopping), timeout=10)
         for slot in self.slots:
             ray.kill(slot.actor)
-        self._loop.call_soon_threadsafe(self._loop.stop)
 
     @property
     def starting(self) -> list[Any]:
@@ -355,6 +355,14 @@ class Engines:
 def interrupted(request: Request) -> Completion:
     """Of a request that nobody has begun."""
     return Completion(request.id, np.empty(0, np.int32), np.empty(0, np.float32), None, "abort", 0)
+
+
+async def _cancel_others() -> None:
+    """Ends every other task of this event loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _awaited(reference: Any) -> Any:
