@@ -36,21 +36,25 @@ class Engines:
         for actor in self.actors:
             ray.kill(actor)
 
-    def join_sync(self, host: str, port: int, size: int, deadline_s: float) -> list[Any]:
-        """Starts every engine's joining of the trainer's weight-sync group of `size` ranks; their unfinished calls."""
-        return [a.join_sync.remote(host, port, rank, size, deadline_s) for rank, a in enumerate(self.actors, 1)]
+    def sync_places(self, only: Sequence[int]) -> list[Any]:
+        """Asks these engines where their workers are; the unfinished calls."""
+        return [self.actors[i].sync_places.remote() for i in only]
 
-    def begin_update(self) -> None:
-        """Opens a weight update in every engine."""
-        import ray
+    def join_sync(self, only: Sequence[int], joins: Sequence[dict[str, Any]]) -> list[Any]:
+        """Starts these engines' joining of the trainer's weight sync; their unfinished calls."""
+        return [self.actors[i].join_sync.remote(join) for i, join in zip(only, joins, strict=True)]
 
-        ray.get([a.begin_update.remote() for a in self.actors], timeout=self.recipe.sync.deadline_s)
+    def begin_update(self, only: Sequence[int]) -> list[Any]:
+        """Starts a weight update in these engines; their unfinished calls."""
+        return [self.actors[i].begin_update.remote() for i in only]
 
-    def finish_update(self, version: int) -> list[str | None]:
-        """Closes it: every engine has all the tensors and serves `version`. What each says of the adapter it holds."""
-        import ray
+    def finish_update(self, only: Sequence[int], version: int) -> list[Any]:
+        """Closes it: each engine has all the tensors and serves `version`; unfinished calls that tell of its adapter."""
+        return [self.actors[i].finish_update.remote(version) for i in only]
 
-        return ray.get([a.finish_update.remote(version) for a in self.actors], timeout=self.recipe.sync.deadline_s)
+    def abandon_update(self, only: Sequence[int]) -> list[Any]:
+        """Ends an update that another engine's failure has cut off; the unfinished calls."""
+        return [self.actors[i].abandon_update.remote() for i in only]
 
     def generate(
         self, groups: Sequence[Sequence[Request]], on_progress: Callable[[int], None] | None = None

@@ -13,6 +13,7 @@ import torch
 from rollout_fixtures import EOS, VOCABULARY, Engines, Reference, RunningEngine
 from safetensors.torch import load_file
 
+from beam_rl.rollout.sync.link import Link, open_sender
 from beam_rl.rollout.sync.transport import SyncStats, WeightSender
 from beam_rl.samples import Completion, Request
 
@@ -148,17 +149,22 @@ def _idle(engine: RunningEngine) -> bool:
     return False
 
 
+def join(engine: RunningEngine, transport: str) -> WeightSender:
+    """A sender of small buckets that the engine has joined."""
+    link = Link(transport, 64 * 1024, deadline_s=20, checksums=True, host="127.0.0.1")
+    sender = open_sender(link, [1], torch.device("cpu"))
+    sender.connect([engine.actor.join_sync.remote(sender.join_infos()[0]).future()])
+    return sender
+
+
 @pytest.fixture(scope="module")
 def sender(engines: Engines) -> WeightSender:
-    sender = WeightSender("127.0.0.1", 0, engine_ranks=1, deadline_s=20)
-    joining = engines.fp32.actor.join_sync.remote("127.0.0.1", sender.port, 1, 2, 20.0)
-    sender.connect([joining.future()])
-    return sender
+    return join(engines.fp32, "shm")
 
 
 def sync(sender: WeightSender, engine: RunningEngine, tensors: dict[str, torch.Tensor], version: int) -> SyncStats:
     engine.call("begin_update")
-    stats = sender.send(tensors.items(), 64 * 1024, lambda bucket: [engine.actor.update.remote(bucket).future()])
+    stats = sender.send(tensors.items(), lambda bucket: [engine.actor.update.remote(bucket).future()])
     engine.call("finish_update", version)
     return stats
 
@@ -216,8 +222,7 @@ def test_bf16_engine_holds_the_router_in_fp32(engines: Engines) -> None:
 
 def test_incomplete_update_is_refused_and_the_engine_serves_nothing_after_it(engines: Engines) -> None:
     engine = engines.bf16
-    sender = WeightSender("127.0.0.1", 0, engine_ranks=1, deadline_s=20)
-    sender.connect([engine.actor.join_sync.remote("127.0.0.1", sender.port, 1, 2, 20.0).future()])
+    sender = join(engine, "gloo")
     weights = load_file(engine.checkpoint / "model.safetensors")
     left_out = "model.layers.4.mlp.experts.7.up_proj.weight"
     del weights[left_out]

@@ -221,16 +221,19 @@ async def _tokens_per_second(engine: "Engine", case: Case, seed: int) -> float:
 
 async def _load_adapter(engine: "Engine", adapter: Adapter, config: dict[str, Any]) -> float:
     """Syncs a random adapter into the engine the way a trainer does; returns the seconds it took."""
-    from beam_rl.rollout.sync.transport import WeightSender
+    import torch
+
+    from beam_rl.rollout.sync.link import Link, open_sender
 
     loop = asyncio.get_running_loop()
-    sender = WeightSender("127.0.0.1", 0, 1, DEADLINE_S)
-    joining = asyncio.run_coroutine_threadsafe(engine.join_sync("127.0.0.1", sender.port, 1, 2, DEADLINE_S), loop)
+    link = Link("gloo", BUCKET_BYTES, DEADLINE_S, checksums=True, host="127.0.0.1")
+    sender = open_sender(link, [1], torch.device("cpu"))
+    joining = asyncio.run_coroutine_threadsafe(engine.join_sync(sender.join_infos()[0]), loop)
     await asyncio.to_thread(sender.connect, [joining])
     start = time.perf_counter()
     await engine.begin_update()
     announce = lambda bucket: [asyncio.run_coroutine_threadsafe(engine.update(bucket), loop)]  # noqa: E731
-    await asyncio.to_thread(sender.send, _random_tensors(adapter, config), BUCKET_BYTES, announce)
+    await asyncio.to_thread(sender.send, _random_tensors(adapter, config), announce)
     await engine.finish_update(1)
     return time.perf_counter() - start
 
