@@ -119,6 +119,7 @@ class PolicyWorker:
 
     def connect_sync(self, joining: list[Any]) -> None:
         """Returns when every engine has joined; `joining` are the engines' own calls. Raises SyncError."""
+        assert self.sender is not None
         self.sender.connect([ref.future() for ref in joining])
 
     def close_sync(self) -> None:
@@ -137,6 +138,7 @@ class PolicyWorker:
         try:
             if self.rank != 0:
                 return Sent()
+            assert self.sender is not None
             stats = self.sender.send(
                 watch.watch(tensors) if watch else tensors,
                 lambda bucket: [e.update.remote(bucket).future() for e in engines],

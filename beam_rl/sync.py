@@ -13,7 +13,7 @@ from typing import Any
 from beam_rl.engines import Engines
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Sync
-from beam_rl.rollout.sync.transport import SyncError
+from beam_rl.rollout.sync.transport import SyncError, reason
 
 HOST = "127.0.0.1"  # trainer and engines are on one machine
 
@@ -105,7 +105,7 @@ class WeightSync:
             except Exception as error:
                 failed[i] = error
         if failed:
-            said = "; ".join(f"engine {i}: {_reason(error)}" for i, error in failed.items())
+            said = "; ".join(f"engine {i}: {reason(error)}" for i, error in failed.items())
             raise SyncError(f"{what}: {said}", failed) from next(iter(failed.values()))
         return answers
 
@@ -120,9 +120,3 @@ def _by_index(chosen: Sequence[int], act: Callable[[], Any]) -> Any:
         if not isinstance(error.cause, SyncError):
             raise
         raise SyncError(str(error.cause), [chosen[i] for i in error.cause.engines]) from None
-
-
-def _reason(error: Exception) -> str:
-    """One line of what an engine's call raised."""
-    cause = getattr(error, "cause", None) or error
-    return str(cause).strip().partition("\n")[0] or type(cause).__name__

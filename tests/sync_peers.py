@@ -1,15 +1,14 @@
 """Receivers of a weight sync: in threads of the test's process, or in processes of their own that can be killed."""
 
-import multiprocessing
-import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from beam_rl.bench.remote import Remote
 from beam_rl.rollout.sync.link import Link, open_receiver, open_sender
 from beam_rl.rollout.sync.receiver import BucketReceiver
 from beam_rl.rollout.sync.transport import WeightSender
@@ -63,60 +62,28 @@ class Peers:
         return self.threads[i].submit(work, *args)
 
 
-class PeerProcess:
-    """A peer in its own process. Its calls are futures that fail as soon as the process has gone, as Ray's do."""
+class PeerProcess(Remote):
+    """A peer in its own process, that can be killed."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other,), daemon=True)
-        self.process.start()
-        other.close()
-        self.calls: list[Future] = []
-        self.lock = threading.Lock()
-        threading.Thread(target=self._collect, daemon=True).start()
-
-    def call(self, method: str, *args: Any) -> Future:
-        call: Future = Future()
-        with self.lock:
-            self.calls.append(call)
-            self.pipe.send((method, args))
-        return call
-
-    def _collect(self) -> None:
-        while True:
-            try:
-                answer = self.pipe.recv()
-            except (EOFError, OSError):
-                answer = RuntimeError("the process has died")
-            with self.lock:
-                calls, self.calls = self.calls, []
-            if isinstance(answer, RuntimeError) and str(answer) == "the process has died":
-                for call in calls:
-                    call.set_exception(answer)
-                return
-            call, *rest = calls
-            with self.lock:
-                self.calls = rest + self.calls
-            call.set_exception(answer) if isinstance(answer, Exception) else call.set_result(answer)
+        super().__init__(RemotePeer)
 
 
-def _serve(pipe: Connection) -> None:
-    """Answers `join`, `begin`, `receive`, `got`, and `hold`, which takes a bucket and answers nothing for a minute."""
-    torch.set_num_threads(1)
-    peer: Any = None
-    while True:
-        method, args = pipe.recv()
-        try:
-            answer: Any = None
-            if method == "join":
-                peer = Peer(*args)
-            elif method == "got":
-                answer = {name: tensor.float().tolist() for name, tensor in peer.got.items()}
-            elif method == "hold":
-                threading.Event().wait(60)
-            else:
-                getattr(peer, method)(*args)
-        except Exception as error:
-            answer = RuntimeError(f"{type(error).__name__}: {error}")
-        pipe.send(answer)
+class RemotePeer:
+    """What a `PeerProcess` is called for."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+
+    def join(self, join: dict[str, Any]) -> None:
+        self.peer = Peer(join)
+
+    def receive(self, bucket: dict[str, Any]) -> None:
+        self.peer.receive(bucket)
+
+    def hold(self, bucket: dict[str, Any]) -> None:
+        """Takes a bucket and is silent for a minute."""
+        time.sleep(60)
+
+    def got(self) -> dict[str, Any]:
+        return {name: tensor.float().tolist() for name, tensor in self.peer.got.items()}

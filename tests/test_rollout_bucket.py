@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from beam_rl.rollout.sync.bucket import ALIGNMENT, Assembler, Bucket, from_metadata, pack, to_metadata
-from beam_rl.rollout.sync.checksum import ROW_WORDS, checksum
+from beam_rl.rollout.sync.checksum import BLOCK_WORDS, checksum
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def test_no_tensors_make_no_bucket() -> None:
     assert list(travel([], 128)) == []
 
 
-@pytest.mark.parametrize("words", [1, 1000, 2 * ROW_WORDS["cpu"] + 77])
+@pytest.mark.parametrize("words", [1, 1000, 300 * BLOCK_WORDS + 77])
 def test_checksum_sees_every_change_and_exchange(words: int) -> None:
     data = torch.randint(256, (8 * words,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     found = {checksum(data)}

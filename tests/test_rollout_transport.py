@@ -187,8 +187,7 @@ def test_killed_receiver_is_named_at_once_and_the_survivor_takes_the_next_sync(t
         assert got == {name: tensor.float().tolist() for name, tensor in weights(6).items()}
     finally:
         for p in processes:
-            p.process.kill()
-            p.process.join()
+            p.stop()
 
 
 def test_receiver_whose_sender_dies_ends_at_once() -> None:
@@ -214,11 +213,11 @@ def test_engine_that_waits_for_the_others_to_join_is_let_go_when_one_cannot() ->
         with pytest.raises(SyncError):
             sender.connect([joining, second])
         start = time.monotonic()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(Exception, match="Connection|closed|reset"):
             joining.result(20)
         assert time.monotonic() - start < 5
     finally:
-        first.process.kill()
+        first.stop()
 
 
 def test_shared_memory_has_no_name_that_could_stay_behind() -> None:
@@ -242,7 +241,8 @@ def test_shared_memory_of_a_sender_that_is_gone_or_another_is_refused() -> None:
 
 
 def test_sender_listens_on_its_own_address_only() -> None:
-    port = sender_for("gloo", engines=1).join_infos()[0]["port"]
+    sender = sender_for("gloo", engines=1)
+    port = sender.join_infos()[0]["port"]
     socket.create_connection((HOST, port), timeout=1).close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", port), timeout=1)

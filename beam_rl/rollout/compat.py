@@ -58,7 +58,8 @@ def abandon_weight_update(worker: Any) -> None:
     Fault (0.32): vLLM refuses to begin an update while one is open, and a layer that was half loaded keeps its share and
     would count it with the next update's (`GPUWorker._weight_update_active`, `LayerReloadingInfo.loaded_weights`).
     """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, get_layerwise_info
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     engine = worker.weight_transfer_engine
     with at_work(worker):

@@ -38,6 +38,14 @@ def _sender_end(link: Link, workers: int, device: torch.device) -> SenderEnd:
             from beam_rl.rollout.sync.gloo import GlooSender
 
             return GlooSender(size, link.host, workers, link.deadline_s)
+        case "ipc":
+            from beam_rl.rollout.sync.ipc import IpcSender
+
+            return IpcSender(size, workers, device)
+        case "nccl":
+            from beam_rl.rollout.sync.nccl import NcclSender
+
+            return NcclSender(size, link.host, workers, link.deadline_s, device)
     raise ValueError(f"no transport {link.transport}")
 
 
@@ -53,4 +61,12 @@ def open_receiver(join: dict[str, Any], worker: int, local_host: str, device: to
             from beam_rl.rollout.sync.gloo import GlooReceiver
 
             return GlooReceiver(join, rank, local_host)
+        case "ipc":
+            from beam_rl.rollout.sync.ipc import IpcReceiver
+
+            return IpcReceiver(join, rank, device)
+        case "nccl":
+            from beam_rl.rollout.sync.nccl import NcclReceiver
+
+            return NcclReceiver(join, rank, local_host, device)
     raise ValueError(f"no transport {join['transport']}")

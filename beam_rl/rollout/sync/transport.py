@@ -46,7 +46,7 @@ class SyncStats:
 class SenderEnd(Protocol):
     """How buckets get from here to the engines' workers. Ranks count all of the workers, engine by engine, from 0."""
 
-    buffers: Sequence[Tensor]  # two, (bucket_bytes,) uint8
+    buffers: list[Tensor]  # two, (bucket_bytes,) uint8
     shared_fate: bool  # whether one receiver's failure ends the others' transfers
 
     def join_info(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class WeightSender:
         wait(rest, max(0.0, self.flights[-1].end - time.monotonic()) if not late else GRACE_S)
         said: dict[int, str] = {}
         for engine, replies in enumerate(own):
-            errors = [str(error) for reply in replies if reply.done() and (error := reply.exception())]
+            errors = [reason(error) for reply in replies if reply.done() and (error := reply.exception())]
             if errors:
                 said[engine] = f"engine {engine} failed: {errors[0]}"
             elif not all(reply.done() for reply in replies):
@@ -186,8 +186,15 @@ class WeightSender:
         return SyncError(f"{flight.what}: {'; '.join((at_fault or said).values())}", at_fault)
 
 
+def reason(error: BaseException) -> str:
+    """One line of what a call raised, without what it was wrapped in on its way (Ray keeps the original as `cause`)."""
+    cause = getattr(error, "cause", None) or error
+    line = str(cause).strip().partition("\n")[0].removeprefix("Call to collective_rpc method failed: ")
+    return line or type(cause).__name__
+
+
 def _raise_failed(what: str, calls: Sequence[Future]) -> None:
     failed = {engine: error for engine, call in enumerate(calls) if call.done() and (error := call.exception())}
     if failed:
-        said = "; ".join(f"engine {engine} failed: {error}" for engine, error in failed.items())
+        said = "; ".join(f"engine {engine} failed: {reason(error)}" for engine, error in failed.items())
         raise SyncError(f"{what}: {said}", failed)
