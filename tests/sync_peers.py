@@ -1,10 +1,11 @@
 """Receivers of a weight sync: in threads of the test's process, or in processes of their own that can be killed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,10 +18,23 @@ HOST, CPU = "127.0.0.1", torch.device("cpu")
 BUCKET_BYTES = 2000
 
 
-def sender_for(
-    transport: str, engines: int, deadline_s: float = 20, checksums: bool = True, bucket_bytes: int = BUCKET_BYTES
-) -> WeightSender:
-    return open_sender(Link(transport, bucket_bytes, deadline_s, checksums, HOST), [1] * engines, CPU)
+Open = Callable[..., WeightSender]
+
+
+@pytest.fixture
+def open_for() -> Iterator[Open]:
+    """Opens senders for engines of one worker each, and closes them after the test."""
+    opened = []
+
+    def open_for(
+        transport: str, engines: int, deadline_s: float = 20, checksums: bool = True, device: torch.device = CPU
+    ) -> WeightSender:
+        opened.append(open_sender(Link(transport, BUCKET_BYTES, deadline_s, checksums, HOST), [1] * engines, device))
+        return opened[-1]
+
+    yield open_for
+    for sender in opened:
+        sender.close()
 
 
 def weights(seed: int = 3) -> dict[str, Tensor]:

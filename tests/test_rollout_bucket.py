@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from beam_rl.rollout.sync.bucket import ALIGNMENT, Assembler, Bucket, from_metadata, pack, to_metadata
-from beam_rl.rollout.sync.checksum import BLOCK_WORDS, checksum
+from beam_rl.rollout.sync.checksum import BLOCK_WORDS, checksum, copy_with_checksum
 
 CPU = torch.device("cpu")
 
@@ -27,9 +27,9 @@ def travel(given: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[t
     """Each bucket and what the other end makes of it; there are two buffers, as in a sync."""
     buffers = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
     other_end = Assembler(CPU)
-    for bucket in pack(given, cycle(buffers)):
+    for bucket in pack(given, cycle(buffers), checksums=True):
         data = buffers[bucket.number % 2][: bucket.nbytes].clone()
-        got = list(other_end.tensors(from_metadata(to_metadata(bucket)).entries, data))
+        got = list(other_end.tensors(from_metadata(to_metadata(bucket)), data))
         data.fill_(255)  # what came out has its own memory
         yield bucket, got
 
@@ -79,27 +79,43 @@ def test_non_contiguous_tensor_is_packed_by_value(bucket_bytes: int) -> None:
     assert [name for name, _ in got] == ["t"] and torch.equal(got[0][1], turned)
 
 
+def test_damage_is_found_before_the_tensor_is_handed_out_and_named() -> None:
+    buffer = torch.empty(10_000, dtype=torch.uint8)
+    (bucket,) = pack(tensors(), iter([buffer]), checksums=True)
+    buffer[bucket.entries[2].offset + 5] ^= 1
+    got = []
+    with pytest.raises(ValueError, match="bucket 0 arrived damaged: c has not the sender's checksum"):
+        got.extend(Assembler(CPU).tensors(bucket, buffer))
+    assert [name for name, _ in got] == ["a", "b"]
+
+
 def test_no_tensors_make_no_bucket() -> None:
     assert list(travel([], 128)) == []
 
 
-@pytest.mark.parametrize("words", [1, 1000, 300 * BLOCK_WORDS + 77])
-def test_checksum_sees_every_change_and_exchange(words: int) -> None:
-    data = torch.randint(256, (8 * words,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("size", [8, 8_003, 8 * 300 * BLOCK_WORDS + 8 * 77 + 5])
+def test_checksum_sees_every_change_and_exchange(size: int) -> None:
+    data = torch.randint(1, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    places = {0, size // 2, size - 1}
     found = {checksum(data)}
-    for place in {0, 8 * words // 2, 8 * words - 1}:
+    for place in places:
         changed = data.clone()
         changed[place] ^= 128
         found.add(checksum(changed))
-    if words > 1:
-        as_words, page = data.view(torch.int64), min(512, words // 3)
-        first, second = torch.arange(page), torch.arange(page) + words - page
-        exchanged, shifted = as_words.clone(), as_words.roll(1)
-        exchanged[torch.cat([first, second])] = as_words[torch.cat([second, first])]
-        found |= {checksum(exchanged.view(torch.uint8)), checksum(shifted.view(torch.uint8))}
-    assert len(found) == 1 + len({0, 8 * words // 2, 8 * words - 1}) + 2 * (words > 1)
-    assert checksum(data.clone()) in found
+    found |= {checksum(data[:-1]), checksum(data.roll(8)), checksum(data.roll(1))}
+    if size > 8:
+        page = min(4096, size // 3)
+        exchanged = data.clone()
+        exchanged[:page], exchanged[-page:] = data[-page:], data[:page]
+        found.add(checksum(exchanged))
+    rolled_is_itself = size == 8
+    assert len(found) == 1 + len(places) + 3 + (size > 8) - rolled_is_itself
 
 
-def test_checksum_of_nothing_is_zero() -> None:
-    assert checksum(torch.empty(0, dtype=torch.uint8)) == 0
+@pytest.mark.parametrize("size", [0, 7, 8, 4096, 5 * 2**20 + 3])
+@pytest.mark.parametrize("shift", [0, 2])
+def test_copy_has_the_checksum_of_its_bytes_from_any_address(size: int, shift: int) -> None:
+    data = torch.randint(256, (size + shift,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))[shift:]
+    copy = torch.empty(size, dtype=torch.uint8)
+    assert copy_with_checksum(data, copy) == checksum(data.clone())
+    assert torch.equal(copy, data)

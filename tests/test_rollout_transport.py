@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from sync_peers import HOST, PeerProcess, Peers, sender_for, weights
+from sync_peers import HOST, Open, PeerProcess, Peers, weights
 from torch import Tensor
 
 from beam_rl.errors import InputError
 from beam_rl.rollout.sync.place import Place, choose
 from beam_rl.rollout.sync.shm import ShmReceiver, ShmSender
 from beam_rl.rollout.sync.transport import SyncError
+
+pytest_plugins = ["sync_peers"]
 
 both = pytest.mark.parametrize("transport", ["shm", "gloo"])
 
@@ -29,8 +31,8 @@ def assert_has(got: dict[str, Tensor], sent: dict[str, Tensor]) -> None:
 
 
 @both
-def test_every_receiver_gets_every_tensor_bit_for_bit_twice(transport: str) -> None:
-    sender = sender_for(transport, engines=2)
+def test_every_receiver_gets_every_tensor_bit_for_bit_twice(transport: str, open_for: Open) -> None:
+    sender = open_for(transport, engines=2)
     peers = Peers(sender)
     for seed in (3, 4):
         for peer in peers.peers:
@@ -42,8 +44,10 @@ def test_every_receiver_gets_every_tensor_bit_for_bit_twice(transport: str) -> N
 
 
 @both
-def test_next_bucket_is_packed_while_one_is_held_and_the_one_after_waits_for_its_buffer(transport: str) -> None:
-    sender = sender_for(transport, engines=1)
+def test_next_bucket_is_packed_while_one_is_held_and_the_one_after_waits_for_its_buffer(
+    transport: str, open_for: Open
+) -> None:
+    sender = open_for(transport, engines=1)
     peers, asked, let_go = Peers(sender), [], threading.Event()
 
     def produce() -> Iterator[tuple[str, Tensor]]:
@@ -90,8 +94,8 @@ class Damaging:
 
 
 @both
-def test_damaged_byte_fails_the_sync_with_bucket_and_engine(transport: str) -> None:
-    sender = sender_for(transport, engines=2)
+def test_damaged_byte_fails_the_sync_with_bucket_and_engine(transport: str, open_for: Open) -> None:
+    sender = open_for(transport, engines=2)
     peers = Peers(sender)
     peers.peers[1].receiver.end = Damaging(peers.peers[1].receiver.end)
     with pytest.raises(SyncError, match=r"bucket 2 \(w\d+ …\): engine 1 failed: .*bucket 2 arrived damaged") as failed:
@@ -99,8 +103,8 @@ def test_damaged_byte_fails_the_sync_with_bucket_and_engine(transport: str) -> N
     assert failed.value.engines == (1,)
 
 
-def test_without_checksums_nothing_looks_at_the_bytes() -> None:
-    sender = sender_for("shm", engines=1, checksums=False)
+def test_without_checksums_nothing_looks_at_the_bytes(open_for: Open) -> None:
+    sender = open_for("shm", engines=1, checksums=False)
     peers = Peers(sender)
     peers.peers[0].receiver.end = Damaging(peers.peers[0].receiver.end)
     sender.send(weights().items(), peers.announce)
@@ -108,8 +112,10 @@ def test_without_checksums_nothing_looks_at_the_bytes() -> None:
 
 
 @both
-def test_engine_that_hangs_is_named_at_the_deadline_and_the_other_takes_the_next_sync(transport: str) -> None:
-    sender = sender_for(transport, engines=2, deadline_s=1)
+def test_engine_that_hangs_is_named_at_the_deadline_and_the_other_takes_the_next_sync(
+    transport: str, open_for: Open
+) -> None:
+    sender = open_for(transport, engines=2, deadline_s=1)
     peers = Peers(sender)
     hanging: Future = Future()
     start = time.monotonic()
@@ -117,12 +123,12 @@ def test_engine_that_hangs_is_named_at_the_deadline_and_the_other_takes_the_next
         sender.send(weights().items(), lambda bucket: [peers.announce(bucket)[0], hanging])
     assert time.monotonic() - start < 5 and failed.value.engines == (1,)
     sender.close()
-    takes_a_whole_sync(peers, transport)
+    takes_a_whole_sync(peers, transport, open_for)
 
 
-def takes_a_whole_sync(peers: Peers, transport: str) -> None:
+def takes_a_whole_sync(peers: Peers, transport: str, open_for: Open) -> None:
     """The first peer, after whatever happened, with a sender of its own."""
-    again = sender_for(transport, engines=1)
+    again = open_for(transport, engines=1)
     fresh = Peers(again)
     peers.peers[0].receiver.end = fresh.peers[0].receiver.end
     peers.peers[0].begin()
@@ -130,8 +136,8 @@ def takes_a_whole_sync(peers: Peers, transport: str) -> None:
     assert_has(peers.peers[0].got, weights(5))
 
 
-def test_engine_that_fails_ends_the_wait_with_its_own_error() -> None:
-    sender = sender_for("gloo", engines=1, deadline_s=30)
+def test_engine_that_fails_ends_the_wait_with_its_own_error(open_for: Open) -> None:
+    sender = open_for("gloo", engines=1, deadline_s=30)
     peers = Peers(sender)
 
     def fail() -> None:
@@ -143,15 +149,15 @@ def test_engine_that_fails_ends_the_wait_with_its_own_error() -> None:
     assert time.monotonic() - start < 5 and failed.value.engines == (0,)
 
 
-def test_engine_that_never_joins_is_named() -> None:
-    sender = sender_for("gloo", engines=3, deadline_s=0.5)
+def test_engine_that_never_joins_is_named(open_for: Open) -> None:
+    sender = open_for("gloo", engines=3, deadline_s=0.5)
     with pytest.raises(SyncError, match=r"joining the weight sync: engine 0 did not arrive within 0.5 s") as failed:
         sender.connect()
     assert failed.value.engines == (0,)
 
 
-def test_engine_that_cannot_join_ends_the_wait() -> None:
-    sender = sender_for("gloo", engines=2, deadline_s=30)
+def test_engine_that_cannot_join_ends_the_wait(open_for: Open) -> None:
+    sender = open_for("gloo", engines=2, deadline_s=30)
     failing: Future = Future()
     failing.set_exception(RuntimeError("no such host"))
     with pytest.raises(SyncError, match="joining the weight sync: engine 1 failed: no such host") as failed:
@@ -160,8 +166,8 @@ def test_engine_that_cannot_join_ends_the_wait() -> None:
 
 
 @both
-def test_killed_receiver_is_named_at_once_and_the_survivor_takes_the_next_sync(transport: str) -> None:
-    sender = sender_for(transport, engines=2, deadline_s=30)
+def test_killed_receiver_is_named_at_once_and_the_survivor_takes_the_next_sync(transport: str, open_for: Open) -> None:
+    sender = open_for(transport, engines=2, deadline_s=30)
     processes = [PeerProcess() for _ in range(2)]
     try:
         joins = sender.join_infos()
@@ -180,7 +186,7 @@ def test_killed_receiver_is_named_at_once_and_the_survivor_takes_the_next_sync(t
         assert time.monotonic() - start < 5 and failed.value.engines == (1,)
         sender.close()
 
-        again = sender_for(transport, engines=1)
+        again = open_for(transport, engines=1)
         again.connect([processes[0].call("join", again.join_infos()[0])])
         again.send(weights(6).items(), lambda bucket: [processes[0].call("receive", bucket)])
         got = processes[0].call("got").result(10)
@@ -190,8 +196,8 @@ def test_killed_receiver_is_named_at_once_and_the_survivor_takes_the_next_sync(t
             p.stop()
 
 
-def test_receiver_whose_sender_dies_ends_at_once() -> None:
-    sender = sender_for("gloo", engines=1, deadline_s=30)
+def test_receiver_whose_sender_dies_ends_at_once(open_for: Open) -> None:
+    sender = open_for("gloo", engines=1, deadline_s=30)
     peers = Peers(sender)
     waiting = peers.submit(0, peers.peers[0].receiver.end.receive, 0, 100, 30.0)
     time.sleep(0.2)
@@ -202,8 +208,8 @@ def test_receiver_whose_sender_dies_ends_at_once() -> None:
     assert time.monotonic() - start < 5
 
 
-def test_engine_that_waits_for_the_others_to_join_is_let_go_when_one_cannot() -> None:
-    sender = sender_for("gloo", engines=2, deadline_s=30)
+def test_engine_that_waits_for_the_others_to_join_is_let_go_when_one_cannot(open_for: Open) -> None:
+    sender = open_for("gloo", engines=2, deadline_s=30)
     first, second = PeerProcess(), Future()
     try:
         joining = first.call("join", sender.join_infos()[0])
@@ -240,8 +246,8 @@ def test_shared_memory_of_a_sender_that_is_gone_or_another_is_refused() -> None:
         ShmReceiver(join | {"segments": [[fd, inode + 1, size] for fd, inode, size in join["segments"]]})
 
 
-def test_sender_listens_on_its_own_address_only() -> None:
-    sender = sender_for("gloo", engines=1)
+def test_sender_listens_on_its_own_address_only(open_for: Open) -> None:
+    sender = open_for("gloo", engines=1)
     port = sender.join_infos()[0]["port"]
     socket.create_connection((HOST, port), timeout=1).close()
     with pytest.raises(OSError, match="refused"):

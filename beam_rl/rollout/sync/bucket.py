@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from beam_rl.rollout.sync.checksum import checksum, copy_with_checksum
+
 ALIGNMENT = 16  # bytes; torch can view bytes as any dtype from there, and a bucket's end is a whole number of words
 
 
@@ -24,6 +26,7 @@ class Entry:
     offset: int  # in the bucket
     start: int  # of the piece in the tensor
     nbytes: int  # of the piece
+    checksum: int | None = None  # of the piece
 
     @property
     def whole_bytes(self) -> int:
@@ -45,7 +48,7 @@ class Bucket:
         return sum(entry.nbytes for entry in self.entries)
 
 
-def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor]) -> Iterator[Bucket]:
+def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor], checksums: bool = False) -> Iterator[Bucket]:
     """Fills one buffer after the other with tensors, in order; a buffer is asked for when something is to go into it.
 
     Takes one tensor at a time from the iterable and drops it before the next, so that a producer can gather each on
@@ -53,6 +56,7 @@ def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor]) -> It
 
     Args:
         buffers: (bytes,) uint8 each, all of the same size, a whole number of `ALIGNMENT`, on any device.
+        checksums: whether entries have one.
     """
     number = end = 0
     entries: list[Entry] = []
@@ -69,8 +73,8 @@ def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor]) -> It
             size = min(rest, len(buffer) - end)
             if size < tensor.nbytes:
                 tensor = tensor.contiguous()
-            _copy(tensor.detach(), start, buffer[end : end + size])
-            entries.append(Entry(name, dtype, shape, end, start, size))
+            sum_ = _copy(tensor.detach(), start, buffer[end : end + size], checksums)
+            entries.append(Entry(name, dtype, shape, end, start, size, sum_))
             start, end = start + size, aligned(end + size)
             if not size:
                 break
@@ -79,12 +83,16 @@ def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor]) -> It
         yield Bucket(number, tuple(entries), end)
 
 
-def _copy(tensor: Tensor, start: int, into: Tensor) -> None:
+def _copy(tensor: Tensor, start: int, into: Tensor, with_checksum: bool) -> int | None:
     """Copies the tensor's bytes from `start` on, as many as `into` holds; of a contiguous tensor if not all."""
-    if len(into) == tensor.nbytes:
+    if not tensor.is_contiguous():
         into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    else:
-        into.copy_(tensor.view(-1).view(torch.uint8)[start : start + len(into)])
+        return checksum(into) if with_checksum else None
+    source = tensor.view(-1).view(torch.uint8)[start : start + len(into)]
+    if with_checksum:
+        return copy_with_checksum(source, into)
+    into.copy_(source)
+    return None
 
 
 def aligned(end: int) -> int:
@@ -97,21 +105,23 @@ class Assembler:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.partial: Tensor | None = None  # bytes of the tensor whose pieces are coming
+        self.own: Tensor | None = None  # bytes of the tensor whose pieces are coming
 
-    def tensors(self, entries: Iterable[Entry], data: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Copies out what a bucket's bytes `data` complete, one tensor at a time."""
-        for e in entries:
-            raw, whole = data[e.offset : e.offset + e.nbytes], e.whole_bytes
-            if e.nbytes == whole:
-                yield e.name, raw.view(getattr(torch, e.dtype)).view(e.shape).to(self.device, copy=True)
-                continue
+    def tensors(self, bucket: Bucket, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Copies out what a bucket's bytes `data` complete, one tensor at a time; ValueError where a checksum is wrong."""
+        for e in bucket.entries:
             if e.start == 0:
-                self.partial = torch.empty(whole, dtype=torch.uint8, device=self.device)
-            assert self.partial is not None, f"{e.name}: its first piece is missing"
-            self.partial[e.start : e.start + e.nbytes].copy_(raw)
-            if e.start + e.nbytes == whole:
-                tensor, self.partial = self.partial.view(getattr(torch, e.dtype)).view(e.shape), None
+                self.own = torch.empty(e.whole_bytes, dtype=torch.uint8, device=self.device)
+            assert self.own is not None, f"{e.name}: its first piece is missing"
+            piece, into = data[e.offset : e.offset + e.nbytes], self.own[e.start : e.start + e.nbytes]
+            if e.checksum is None:
+                into.copy_(piece)
+            elif copy_with_checksum(piece, into) != e.checksum:
+                raise ValueError(
+                    f"weight bucket {bucket.number} arrived damaged: {e.name} has not the sender's checksum"
+                )
+            if e.start + e.nbytes == e.whole_bytes:
+                tensor, self.own = self.own.view(getattr(torch, e.dtype)).view(e.shape), None
                 yield e.name, tensor
                 del tensor
 

@@ -4,6 +4,8 @@ Everything listens at the address that was given, nothing elsewhere. Knows nothi
 """
 
 import socket
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from beam_rl.rollout.sync.transport import SyncError
+
+CLOSING_S = 0.5  # between looks at a transfer that nobody takes
 
 
 def open_store(host: str, deadline_s: float) -> dist.TCPStore:
@@ -93,8 +97,16 @@ class GlooSender:
     def abandon(self) -> None: ...  # a worker that lives receives what is on its way
 
     def close(self) -> None:
-        # Whoever waits at the store or in a pair sees the connection end.
+        if any(not work.is_completed() for works in self.works for work in works):
+            threading.Thread(target=_outlive, args=(self.pairs, self.works), daemon=True).start()
+        # Whoever waits at the store, or in a pair where nothing is on its way, sees the connection end.
         self.works, self.pairs, self.buffers, self.store = [[], []], [], [], None
+
+
+def _outlive(pairs: list[Any], works: list[list[Any]]) -> None:
+    """Keeps pairs until what they are sending has ended by its own deadline: to let go of one earlier waits for that."""
+    while any(not work.is_completed() for each in works for work in each):
+        time.sleep(CLOSING_S)
 
 
 class GlooReceiver:

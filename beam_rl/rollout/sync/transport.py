@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from beam_rl.rollout.sync import bucket
-from beam_rl.rollout.sync.checksum import checksum
 
 POLL_S = 1.0  # how often a wait for an engine's arrival looks whether an engine has failed meanwhile
 GRACE_S = 2.0  # for the others' answers when one is late
@@ -132,7 +131,7 @@ class WeightSender:
         """
         self.flights = []
         sent = buckets = 0
-        for packed in bucket.pack(tensors, self._free_buffers()):
+        for packed in bucket.pack(tensors, self._free_buffers(), self.checksums):
             self._take_off(packed, announce)
             sent, buckets = sent + packed.payload_bytes, buckets + 1
         while self.flights:
@@ -151,7 +150,6 @@ class WeightSender:
     def _take_off(self, packed: bucket.Bucket, announce: Announce) -> None:
         slot = packed.number % 2
         about = bucket.to_metadata(packed) | {"slot": slot, "deadline_s": self.deadline_s}
-        about["checksum"] = checksum(self.end.buffers[slot][: packed.nbytes]) if self.checksums else None
         self.end.start(slot, packed.nbytes)
         what = f"weight-sync bucket {packed.number} ({packed.entries[0].name} …)"
         self.flights.append(Flight(slot, what, announce(about), time.monotonic() + self.deadline_s))
