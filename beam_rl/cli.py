@@ -2,7 +2,6 @@
 
 import errno
 import json
-import signal
 import sys
 import traceback
 from enum import StrEnum
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 import typer.core
 
+from beam_rl import interrupts
 from beam_rl.bench import BENCHES
 from beam_rl.errors import InputError
 
@@ -28,14 +28,14 @@ class Command(typer.core.TyperCommand):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            leave(130, "interrupted; --resume goes on from the last checkpoint, if there is one")
+            leave(130, "interrupted")
         except Exception as error:
             cause = root_cause(error)
             if isinstance(cause, InputError):
                 leave(2, str(cause))
             if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
                 what = cause.filename or "the run"
-                leave(2, f"no space left on the disk while writing {what}; the last complete checkpoint is kept")
+                leave(1, f"no space left on the disk while writing {what}; the last complete checkpoint is kept")
             where = getattr(error, "__notes__", [])  # a run's log.txt has the traceback already
             if not where:
                 traceback.print_exception(error)
@@ -83,7 +83,12 @@ def train(
         return
     from beam_rl.start import run_training
 
-    run_training(resolved, out or Path("runs") / resolved.name, resume)
+    interrupts.install(resolved.checkpoint.grace_s)
+    try:
+        run_training(resolved, out or Path("runs") / resolved.name, resume)
+    except interrupts.Interrupted as end:
+        lost = f", {end.lost}" if end.lost else ""
+        leave(end.exit_code, f"interrupted by {end}{lost}; --resume goes on from the last checkpoint, if there is one")
 
 
 @app.command(cls=Command)
@@ -181,7 +186,7 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """The entry point of `beam-rl`."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts.install()
     sys.argv[1:] = explicit_resume(sys.argv[1:])
     app()
 
@@ -200,10 +205,6 @@ def explicit_resume(arguments: list[str]) -> list[str]:
         if spelled[i] == "--resume" and (following.startswith("-") or "=" in following or following.endswith(".yaml")):
             spelled.insert(i + 1, "auto")
     return spelled
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def leave(code: int, message: str) -> NoReturn:

@@ -6,7 +6,6 @@ Each line leads to the room where it happens. Knows nothing about Megatron, vLLM
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 
 import torch
 
@@ -15,6 +14,7 @@ from beam_rl.batch import StepBatch, build
 from beam_rl.cluster import Cluster
 from beam_rl.evaluate import evaluate
 from beam_rl.inputs import Inputs
+from beam_rl.interrupts import Interrupted, held, time_left
 from beam_rl.parity.check import logprob_mean_bound
 from beam_rl.policy import Scores
 from beam_rl.recipe.tree import Recipe
@@ -23,6 +23,7 @@ from beam_rl.report.metric_names import eval_metric
 from beam_rl.run import Run
 from beam_rl.samples import Sample
 from beam_rl.sampling import Judge, Rollout, sample_groups
+from beam_rl.saver import Saver
 from beam_rl.step import Step
 from beam_rl.sync import SyncReport
 from beam_rl.verifiers import make_verifier
@@ -48,8 +49,9 @@ class State:
     def advancing(self, step: int) -> Iterator[None]:
         """Inside, the weights are on the way to `step`; after it, they are there."""
         self.settled = False
-        yield
-        self.step, self.settled = step, True
+        with held():
+            yield
+            self.step, self.settled = step, True
 
 
 def train(recipe: Recipe, inputs: Inputs, run: Run, report: Report) -> State:
@@ -60,7 +62,8 @@ def train(recipe: Recipe, inputs: Inputs, run: Run, report: Report) -> State:
         with loop.saved_if_cut_short():
             while loop.state.step < recipe.trainer.steps:
                 loop.step()
-        loop.save_if(loop.state.step != loop.saved)
+            loop.save_if(loop.state.step != loop.saved)
+            loop.saver.wait()
         return loop.state
 
 
@@ -78,6 +81,7 @@ class Loop:
     ) -> None:
         self.recipe, self.inputs, self.run, self.report = recipe, inputs, run, report
         self.policy, self.engines, self.weights, self.verifier = cluster.policy, cluster.engines, cluster.sync, verifier
+        self.saver = Saver(run, cluster.policy, recipe.checkpoint, recipe.model.lora is not None, report.warn)
         self.state = State()
         self.saved: int | None = None  # the step of the last checkpoint that was written, or tried
         self.eval_score: float | None = None  # of this step's evaluation, if it had one
@@ -100,7 +104,9 @@ class Loop:
 
     def step(self) -> None:
         """Sample, verify, score, update; then sync, evaluate when due, report; save when due."""
+        self.saver.check()
         step, self.eval_score = Step(self.state.step + 1, self.report), None
+        step.log(self.saver.take_metrics())
         rollout = sample_groups(self.inputs.prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, step)
         self.run.log_samples(
             step.number, [s.record(self.inputs.decode(s.prompt.token_ids)) for s in self.shown(rollout.samples)]
@@ -180,21 +186,21 @@ class Loop:
             return
         self.saved = self.state.step
         with self.report.phase("saving"):
-            save = partial(self.policy.save, timeout_s=timeout_s)
-            self.run.checkpoint(self.state.step, save, asdict(self.state), self.eval_score)
-            if self.recipe.model.lora:
-                export = partial(self.policy.export, form="adapter", timeout_s=timeout_s)
-                self.run.adapter(self.state.step, export)
+            self.saver.save(self.state.step, asdict(self.state), self.eval_score, timeout_s)
 
     @contextlib.contextmanager
     def saved_if_cut_short(self) -> Iterator[None]:
         """Ctrl-C or an error between two updates loses nothing: the last whole step is saved before the run ends."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             unsaved = self.state.settled and self.state.step not in (0, self.saved)
             with contextlib.suppress(Exception):  # the first error is the one to tell
-                self.save_if(unsaved, timeout_s=SAVE_ON_EXIT_S)
+                self.save_if(unsaved, timeout_s=time_left(SAVE_ON_EXIT_S))
+                self.saver.wait(time_left(SAVE_ON_EXIT_S))
+            latest = self.run.latest()
+            if isinstance(error, Interrupted) and self.state.step != (latest.step if latest else 0):
+                error.lost = "not every step could be saved"
             self.report.warn(f"cut short in step {self.state.step + 1}: {self.what_is_kept()}")
             raise
 

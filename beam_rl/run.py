@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from beam_rl.errors import InputError
 LOGGER = logging.getLogger("beam_rl")
 
 # A run may go on with other values of these: they don't change what a step computes.
-RESUMABLE = ("trainer.steps", "checkpoint.", "eval.", "logging.", "cluster.")
+RESUMABLE = ("trainer.steps", "trainer.collective_timeout_s", "checkpoint.", "eval.", "logging.", "cluster.")
 MANIFEST = "state.json"
 STEP_FOLDER = re.compile(r"step_(\d+)")
 STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
@@ -41,6 +42,10 @@ class MetricsError(RuntimeError):
 
 class RunError(InputError):
     """The run's folder can't be used as asked; one line in the user's words."""
+
+
+class SaveError(RuntimeError):
+    """The disk did not take a checkpoint: the run has failed, and what was saved before stands. One line."""
 
 
 @dataclass(frozen=True)
@@ -168,14 +173,14 @@ class Run:
             state: JSON to get back as `Checkpoint.state`.
             score: the eval score that `keep_best` compares.
         Raises:
-            RunError: the disk is full or failed. The half-written folder is gone, the earlier checkpoints are there.
+            SaveError: the disk is full or failed. The half-written folder is gone, the earlier checkpoints are there.
         """
 
         def write_all(folder: Path) -> None:
             write(folder)
             files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
             if not files:
-                raise RunError(f"the trainer wrote nothing to {folder}: is it on a disk that all ranks share?")
+                raise SaveError(f"the trainer wrote nothing to {folder}: is it on a disk that all ranks share?")
             manifest = {"step": step, "score": score, "state": state, "files": files}
             _sync_tree(folder)  # the manifest vouches for the files: they are on the disk before it
             write_file(folder / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False))
@@ -192,7 +197,7 @@ class Run:
     def adapter(self, step: int, write: Callable[[Path], None]) -> None:
         """Writes adapters/step_N beside the step's checkpoint, with which it is removed later. `write` fills a folder.
 
-        Raises RunError as `checkpoint` does.
+        Raises SaveError as `checkpoint` does.
         """
         self._write_folder(self.folder / "adapters" / f"step_{step}", write)
 
@@ -216,7 +221,7 @@ class Run:
                 raise
             last = self.latest()
             kept = f"the last complete checkpoint is {last.path}" if last else "there is no complete checkpoint yet"
-            raise RunError(f"can't write {target}: {reason}; {kept}") from error
+            raise SaveError(f"can't write {target}: {reason}; {kept}") from error
 
     def _prune(self) -> None:
         settings = self.recipe["checkpoint"]
@@ -267,8 +272,8 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Makes `target` with what `write` puts into it, all of it on the disk, or leaves things as they were."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".{target.name}.tmp"
-    remove_folder(temporary)
+    # A name of its own: what a killed run's ranks still write must not get into the next run's folder.
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
     try:
         write(temporary)

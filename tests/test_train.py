@@ -171,7 +171,7 @@ def test_the_export_gives_the_trainers_log_probabilities_in_a_fresh_vllm_and_in_
     requests = [Request(f"r{i}", prompt.token_ids, i, 16, 1.0) for i in range(32)]
     with (
         ray_session("local", tmp_path),
-        Policy(recipe, tiny_folder) as policy,
+        Policy(recipe, tiny_folder, tmp_path) as policy,
         Engines(recipe, exported, tmp_path) as engines,
     ):
         ray.get([*policy.starting, *engines.starting])

@@ -14,7 +14,7 @@ import math
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,27 +44,68 @@ _ADAPTER = "adapter.json"
 About = dict[str, Any]  # an adapter's base model and shape, as JSON
 
 
-def save(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer, adapter: About | None) -> None:
-    """Writes the state of all ranks into `folder`; every rank calls it. Complete when it returns.
+@dataclass(frozen=True)
+class State:
+    """What one rank has to write: its boxes of the global tensors by their names, and whole tensors of its own."""
+
+    pieces: "dict[str, list[Piece]]"
+    own: dict[str, Tensor]
+
+
+class HostCopy:
+    """Host memory that holds one state while it is written and training goes on; the next state takes the same memory."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, state: State) -> State:
+        """The state as it is now; what the copies before this one held is overwritten."""
+        pieces = {
+            key: [replace(piece, data=self._copy((key, i), piece.data)) for i, piece in enumerate(found)]
+            for key, found in state.pieces.items()
+        }
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return State(pieces, state.own)
+
+    def _copy(self, name: tuple[str, int], data: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != data.shape:
+            buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            self._buffers[name] = buffer
+        return buffer.copy_(data, non_blocking=True)
+
+
+def live_state(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> State:
+    """What this rank has to write of the training state, in its own memory; every rank calls it."""
+    pieces = {key: [p for p in found if p.written_here] for key, found in _pieces(models, optimizer).items()}
+    own = _random_states()
+    step = ranks.largest(get_step(optimizer), models[0].config.device)
+    if dist.get_rank() == 0:
+        own[_STEP] = torch.tensor(step)
+    return State({key: found for key, found in pieces.items() if found}, own)
+
+
+@torch.no_grad()
+def write(folder: Path, state: State, adapter: About | None) -> None:
+    """Writes the state of all ranks into `folder`; every rank calls it, from any thread. Complete when it returns.
 
     adapter: of a model with an adapter, its "base" and its "shape": what the state means nothing without.
     """
-    pieces = {key: [p for p in found if p.written_here] for key, found in _pieces(models, optimizer).items()}
-    state: dict[str, Any] = {key: _for_torch(found) for key, found in pieces.items() if found}
-    state |= _random_states()
-    step = ranks.largest(get_step(optimizer), models[0].config.device)
+    group = ranks.write_group()
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if adapter:
             (folder / _ADAPTER).write_text(json.dumps(adapter, indent=1) + "\n")
-        state[_STEP] = torch.tensor(step)
-    dist.barrier()
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=1))
+    dist.barrier(group)
+    tensors = {key: _for_torch(found) for key, found in state.pieces.items()}
+    dcp.save(tensors | state.own, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), process_group=group)
 
 
 @torch.no_grad()
 def load(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer, adapter: About | None) -> None:
-    """Reads back what `save` wrote, in place; every rank calls it.
+    """Reads back what `write` wrote, in place; every rank calls it.
 
     Raises:
         InputError: the folder holds no complete checkpoint, or one of another model, base or adapter.
