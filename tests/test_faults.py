@@ -1,7 +1,5 @@
 """What happens when a rank of the trainer dies, hangs or can't save: real processes, killed and stopped."""
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from crew import all_gone, crew, ranks, samples, wait_for
+from crew import all_gone, crew, ranks, wait_for
 
 from beam_rl.cluster import ray_session
 from beam_rl.recipe.tree import Checkpoint
 from beam_rl.run import Run, SaveError, checkpoints
 from beam_rl.saver import Saver
-from beam_rl.watch import Rank, RankError, operation_of, verdict
+from beam_rl.watch import RankError
 
 LIMIT_S = 4.0
 RECIPE = {"checkpoint": {"keep_last": 5, "keep_best": False}}
