@@ -13,6 +13,7 @@ import typer.core
 
 from beam_rl import interrupts
 from beam_rl.bench import BENCHES
+from beam_rl.credentials import hide
 from beam_rl.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Command(typer.core.TyperCommand):
                 leave(1, f"no space left on the disk while writing {what}; the last complete checkpoint is kept")
             where = getattr(error, "__notes__", [])  # a run's log.txt has the traceback already
             if not where:
-                traceback.print_exception(error)
+                typer.echo(hide("".join(traceback.format_exception(error))), err=True)
             line = " ".join(f"{type(cause).__name__}: {cause}".split())
             leave(1, " ".join([line[:LINE], *where]))
 
@@ -209,7 +210,7 @@ def explicit_resume(arguments: list[str]) -> list[str]:
 
 def leave(code: int, message: str) -> NoReturn:
     """Ends the process with one line on stderr."""
-    typer.echo(f"beam-rl: {message}", err=True)
+    typer.echo(f"beam-rl: {hide(message)}", err=True)
     sys.exit(code)
 
 

@@ -8,7 +8,9 @@ import os
 import re
 from collections.abc import Mapping
 
-NAMES = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
+NAMES = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(?:API|ACCESS|PRIVATE|SECRET)_?KEY)(?:_|$)", re.IGNORECASE
+)
 LOOKS = re.compile(
     r"\bhf_[A-Za-z0-9]{30,}|\bwandb_v1_\w{20,}|\b(?:ghp|gho|ghs)_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}"
     r"|\bAKIA[A-Z0-9]{16}\b|(?<=://)[^/\s:@]+:[^/\s:@]+(?=@)"

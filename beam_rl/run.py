@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import yaml
 
+from beam_rl.credentials import hide
 from beam_rl.errors import InputError
 
 LOGGER = logging.getLogger("beam_rl")
@@ -58,6 +59,13 @@ class Checkpoint:
     state: Json  # what the caller handed over beside the files
 
 
+class _Formatter(logging.Formatter):
+    """Without the keys and tokens that an error of some library may quote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide(super().format(record))
+
+
 class Run:
     """One run's folder, held by one process at a time. Make it with `Run.open`, leave it with `close` or `with`."""
 
@@ -73,7 +81,7 @@ class Run:
         self._last_step = resumed.step if resumed else -1
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         LOGGER.addHandler(self._handler)
         if LOGGER.level == logging.NOTSET:
             LOGGER.setLevel(logging.INFO)  # the root's default would keep everything below a warning out of log.txt

@@ -3,8 +3,8 @@
 Frozen weights are left out: they come from the checkpoint that training started from, and a file says which that is.
 Every value is written once, as a part of a global tensor, in torch's distributed-checkpoint format: Megatron says which
 part of which weight a rank holds, and the distributed optimizer which part of that. So another parallel layout can read
-it back. No file holds pickled
-code: tensors are read with `weights_only`, the index by an unpickler that knows the index's own classes only.
+it back. No file holds pickled code: tensors are read with `weights_only`, the index by an unpickler that knows the
+index's own classes only, and none of them for objects other than tensors, which torch would unpickle.
 Knows nothing about HF checkpoints or about where a run keeps its folders.
 """
 
@@ -113,7 +113,7 @@ def load(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer
     if not (folder / ".metadata").is_file():
         raise InputError(f"{folder} holds no complete trainer checkpoint")
     _check_adapter(folder, adapter)
-    reader = _Reader(folder)
+    reader = Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
     pieces = _pieces(models, optimizer)
     _check_shapes(folder, pieces, stored)
@@ -271,7 +271,6 @@ def _restore_random_states(states: dict[str, Tensor]) -> None:
 _INDEX_CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
         "MetadataIndex",
@@ -299,8 +298,13 @@ class IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which does not belong there")
 
 
-class _Reader(dcp.FileSystemReader):
+class Reader(dcp.FileSystemReader):
+    """Reads a checkpoint whose index is not trusted."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = IndexUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+        try:
+            metadata = IndexUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+        except pickle.UnpicklingError as error:
+            raise InputError(f"{self.path} is not one of our checkpoints: {error}") from None
         metadata.storage_meta = dcp.metadata.StorageMeta(load_id=self.load_id)
         return metadata
