@@ -1,5 +1,6 @@
 """A trainer scores as transformers does, learns the same however the batch is split, and resumes as if nothing was."""
 
+import contextlib
 import io
 import os
 import pickle
@@ -246,6 +247,6 @@ def test_a_checkpoint_with_an_object_in_it_is_refused_and_not_unpickled(tmp_path
     with pytest.raises(InputError, match="BytesStorageMetadata, which does not belong there"):
         Reader(tmp_path / "evil").read_metadata()
     assert not (tmp_path / "mark").exists()
-    with pytest.raises(BaseException):  # noqa: B017 (what comes after the harm is done)
+    with contextlib.suppress(BaseException):
         dcp.load({"optimizer.step": step}, checkpoint_id=tmp_path / "evil", no_dist=True)
     assert (tmp_path / "mark").exists(), "the test is worth nothing if torch did not unpickle it"
