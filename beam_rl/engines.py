@@ -1,9 +1,20 @@
-"""The driver's handle on the vLLM engines: one Ray actor each, all serving the same version of the weights."""
+"""The driver's handle on the vLLM engines: one Ray actor each, all serving the same version of the weights.
+
+Promises: every request that was handed in comes back once, whatever dies meanwhile. An engine that is lost is started
+anew on its place at once; it samples again when it holds the version that the others serve (`sync.WeightSync.mend`).
+Calls may come from any thread; what engines do is awaited on one event loop of its own thread.
+"""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from beam_rl.gpus import share_for
 from beam_rl.inputs import adapter_for
@@ -11,30 +22,268 @@ from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Completion, Request
 
+WATCH_S = 5.0  # between two looks at an engine that is sampling
+
+
+class EnginesLost(RuntimeError):
+    """An engine was lost more often than the recipe allows."""
+
+
+@dataclass
+class Slot:
+    """An engine's place and who fills it now."""
+
+    index: int
+    actor: Any
+    starting: Any  # the unfinished call of its start
+    state: Literal["starting", "fresh", "serving"] = "starting"  # fresh: it has started, without the version to serve
+    load: int = 0  # requests that it has to answer
+    restarts: int = 0
+    last_error: str = ""
+
+
+@dataclass
+class Counters:
+    """What went wrong since the last look."""
+
+    restarts: int = 0
+    redone: int = 0  # requests that were handed to another engine, or to the same one anew
+    causes: list[str] = field(default_factory=list)
+
 
 class Engines:
-    """All engines of a run as a context; they serve once `starting` is done."""
+    """All engines of a run as a context; they serve once `starting` is done and the first sync has given them weights."""
 
     def __init__(self, recipe: Recipe, model_path: Path, logs: Path) -> None:
         self.recipe, self.model_path, self.logs = recipe, model_path, logs
+        self.slots: list[Slot] = []
+        self.version: int | None = None  # what every serving engine serves
+        self.counters = Counters()
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Condition()
+        self._hushed = False
+        self._over: Exception | None = None  # why nobody is answered any more
 
     def __enter__(self) -> "Engines":
-        import ray
-
-        from beam_rl.rollout.engine import Engine
-
-        actor: Any = ray.remote(num_cpus=1, num_gpus=share_for(self.recipe), max_concurrency=10_000)(Engine)
-        self.actors = [actor.remote(self._settings(i)) for i in range(self.recipe.rollout.engines)]
-        self.starting = [a.start.remote() for a in self.actors]
+        threading.Thread(target=self._loop.run_forever, name="engines", daemon=True).start()
+        self.slots = [Slot(i, *self._new(i)) for i in range(self.recipe.rollout.engines)]
+        self._watching = self.submit(self._watch())
         return self
 
     def __exit__(self, *error: object) -> None:
         import ray
 
-        stopping = [a.stop.remote() for a in self.actors]
+        self._over = RuntimeError("the run is ending")
+        self._watching.cancel()
+        stopping = [s.actor.stop.remote() for s in self.slots]
         ray.wait(stopping, num_returns=len(stopping), timeout=10)
-        for actor in self.actors:
-            ray.kill(actor)
+        for slot in self.slots:
+            ray.kill(slot.actor)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    @property
+    def starting(self) -> list[Any]:
+        """The unfinished calls of the engines' first start."""
+        return [slot.starting for slot in self.slots]
+
+    @property
+    def actors(self) -> list[Any]:
+        return [slot.actor for slot in self.slots]
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        groups: Sequence[Sequence[Request]],
+        on_progress: Callable[[int], None] | None = None,
+        enough: int | None = None,
+    ) -> dict[str, Completion]:
+        """Samples all requests at once; a group's requests (one prompt) go to one engine, which shares their prefix.
+
+        Args:
+            on_progress: called with the number of new completions.
+            enough: when so many groups are finished, the others are interrupted.
+        Returns:
+            completions by request id; those of interrupted requests have the tokens so far.
+        """
+        return self._wait(self._generate(groups, on_progress, enough))
+
+    async def _generate(
+        self, groups: Sequence[Sequence[Request]], on_progress: Callable[[int], None] | None, enough: int | None
+    ) -> dict[str, Completion]:
+        done: dict[str, Completion] = {}
+        open_groups = {r.id: i for i, group in enumerate(groups) for r in group}
+        left = [len(group) for group in groups]
+        finished = sum(not n for n in left)
+        stopping: list[asyncio.Task] = []
+
+        def took(completion: Completion) -> None:
+            nonlocal finished
+            done[completion.id] = completion
+            if on_progress:
+                on_progress(1)
+            if completion.finished:
+                left[open_groups[completion.id]] -= 1
+                finished += not left[open_groups[completion.id]]
+            if enough is not None and finished >= enough and not stopping:
+                stopping.append(asyncio.create_task(self._interrupt()))
+
+        if enough is None or finished < enough:
+            shares = await self._shares(groups)
+            await asyncio.gather(*(self._answer(requests, took, slot) for slot, requests in shares))
+            await asyncio.gather(*stopping)
+        return done
+
+    async def sample(self, requests: Sequence[Request]) -> dict[str, Completion]:
+        """One group's requests, on the engine with the least to do. For the loop of `submit`."""
+        done: dict[str, Completion] = {}
+        await self._answer(requests, lambda c: done.update({c.id: c}), await self._least_loaded())
+        return done
+
+    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Runs something on the engines' event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    @contextlib.asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """Inside, nothing is sampled: what is being sampled comes back with the tokens so far, what is asked with none."""
+        serving = [slot for slot in self.slots if slot.state == "serving"]
+        self._hushed = True
+        await asyncio.gather(*(self._ask(slot, "interrupt") for slot in serving))
+        try:
+            yield
+        finally:
+            self._hushed = False
+            await asyncio.gather(*(self._ask(slot, "release") for slot in serving if slot.state == "serving"))
+
+    async def _interrupt(self) -> None:
+        """Returns when no engine has anything to answer."""
+        async with self.quiet(), self._changed:
+            await self._changed.wait_for(lambda: self._over or not any(slot.load for slot in self.slots))
+
+    async def _shares(self, groups: Sequence[Sequence[Request]]) -> list[tuple[Slot, list[Request]]]:
+        """Who answers what: each group to the engine that has the least by then."""
+        await self._least_loaded()
+        serving = [slot for slot in self.slots if slot.state == "serving"]
+        shares: dict[int, list[Request]] = {slot.index: [] for slot in serving}
+        for group in groups:
+            least = min(serving, key=lambda slot: slot.load + len(shares[slot.index]))
+            shares[least.index].extend(group)
+        return [(slot, shares[slot.index]) for slot in serving if shares[slot.index]]
+
+    async def _least_loaded(self) -> Slot:
+        """Waits while no engine serves."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._over or any(s.state == "serving" for s in self.slots))
+        if self._over:
+            raise self._over
+        return min((s for s in self.slots if s.state == "serving"), key=lambda s: s.load)
+
+    async def _answer(self, requests: Sequence[Request], took: Callable[[Completion], None], slot: Slot) -> None:
+        """Has one engine answer the requests, and another one those that it leaves undone when it is lost."""
+        left = {r.id: r for r in requests}
+        while left and not self._hushed:
+            actor, count = slot.actor, len(left)
+            slot.load += count
+            try:
+                async for reference in actor.generate.options(num_returns="streaming").remote(list(left.values())):
+                    completion = await reference
+                    del left[completion.id]
+                    took(completion)
+            except Exception as error:
+                self._lost_or_raise(slot, actor, error)
+                self.counters.redone += len(left)
+            finally:
+                async with self._changed:
+                    slot.load -= count
+                    self._changed.notify_all()
+            if left and not self._hushed:
+                slot = await self._least_loaded()
+        for request in left.values():
+            took(interrupted(request))
+
+    # -- engines that are lost ----------------------------------------------------------------------------------------
+
+    def lost(self, indices: Iterable[int], error: Exception) -> None:
+        """Gives these engines up and starts others in their places. Raises EnginesLost when that was done too often."""
+
+        async def replace() -> None:
+            for index in indices:
+                self._lost_or_raise(self.slots[index], self.slots[index].actor, error)
+
+        self._wait(replace())
+
+    def fresh(self) -> list[int]:
+        """The engines that have started anew and lack the version to serve. EnginesLost when one can't start again."""
+        import ray
+
+        if self._over:
+            raise self._over
+        for slot in self.slots:
+            if slot.state == "starting" and ray.wait([slot.starting], timeout=0)[0]:
+                try:
+                    ray.get(slot.starting)
+                    slot.state = "fresh"
+                except Exception as error:
+                    self.lost([slot.index], RuntimeError(f"did not start again: {error}"))
+        return [slot.index for slot in self.slots if slot.state == "fresh"]
+
+    def serve(self, version: int, indices: Iterable[int]) -> None:
+        """These engines hold `version` now, as all others that serve do."""
+
+        async def note() -> None:
+            async with self._changed:
+                for index in indices:
+                    self.slots[index].state = "serving"
+                self.version = version
+                self._changed.notify_all()
+
+        self._wait(note())
+
+    def take_counters(self) -> Counters:
+        """What went wrong since the last call."""
+        taken, self.counters = self.counters, Counters()
+        return taken
+
+    def _lost_or_raise(self, slot: Slot, actor: Any, error: Exception) -> None:
+        """Starts another engine if it was the engine that failed, and not what it was asked."""
+        import ray
+
+        cause = getattr(error, "cause", None) or error
+        if self._over or isinstance(cause, ValueError):  # the latter: a request that no engine can answer
+            raise self._over or error
+        if slot.actor is not actor:  # noticed before, by another of its requests
+            return
+        slot.last_error = f"engine {slot.index}: {str(cause).strip().splitlines()[0]}"
+        slot.restarts += 1
+        if slot.restarts > self.recipe.rollout.engine_restarts:
+            self._over = EnginesLost(
+                f"{slot.last_error}; it was started anew {slot.restarts - 1} times, as often as "
+                f"rollout.engine_restarts allows; its log is in {self.logs}"
+            )
+            raise self._over from error
+        self.counters.restarts += 1
+        self.counters.causes.append(slot.last_error)
+        ray.kill(actor)
+        slot.state = "starting"
+        slot.actor, slot.starting = self._new(slot.index)
+
+    async def _ask(self, slot: Slot, method: str) -> None:
+        """A short call that an engine answers or is lost."""
+        actor = slot.actor
+        try:
+            await asyncio.wait_for(_awaited(getattr(actor, method).remote()), self.recipe.rollout.engine_deadline_s)
+        except Exception as error:
+            self._lost_or_raise(slot, actor, error if str(error) else TimeoutError(f"no answer to {method}"))
+
+    async def _watch(self) -> None:
+        """Looks at the engines that have something to do: one that hangs is lost like one that died."""
+        while not self._over:
+            await asyncio.sleep(WATCH_S)
+            busy = [slot for slot in self.slots if slot.load and slot.state == "serving"]
+            await asyncio.gather(*(self._ask(slot, "alive") for slot in busy), return_exceptions=True)
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
 
     def join_sync(self, host: str, port: int, size: int, deadline_s: float) -> list[Any]:
         """Starts every engine's joining of the trainer's weight-sync group of `size` ranks; their unfinished calls."""
@@ -52,45 +301,35 @@ class Engines:
 
         return ray.get([a.finish_update.remote(version) for a in self.actors], timeout=self.recipe.sync.deadline_s)
 
-    def generate(
-        self, groups: Sequence[Sequence[Request]], on_progress: Callable[[int], None] | None = None
-    ) -> dict[str, Completion]:
-        """Samples all requests at once; a group's requests (one prompt) go to one engine, which shares their prefix.
-
-        Args:
-            on_progress: called with the number of new completions.
-        Returns:
-            completions by request id.
-        """
-        shares: list[list[Request]] = [[] for _ in self.actors]
-        for i, group in enumerate(groups):
-            shares[i % len(shares)].extend(group)
-        done: dict[str, Completion] = {}
-
-        async def collect(actor: Any, requests: list[Request]) -> None:
-            async for ref in actor.generate.options(num_returns="streaming").remote(requests):
-                completion = await ref
-                done[completion.id] = completion
-                if on_progress:
-                    on_progress(1)
-
-        async def everything() -> None:
-            await asyncio.gather(*(collect(a, r) for a, r in zip(self.actors, shares, strict=True) if r))
-
-        asyncio.run(everything())
-        return done
-
     def forget_prefixes(self) -> None:
         """Empties the prefix caches, so that what comes next does not hang on what was sampled before."""
-        import ray
+        serving = [slot for slot in self.slots if slot.state == "serving"]
 
-        ray.get([a.forget_prefixes.remote() for a in self.actors], timeout=self.recipe.sync.deadline_s)
+        async def forget() -> None:
+            await asyncio.gather(*(self._ask(slot, "forget_prefixes") for slot in serving))
+
+        self._wait(forget())
 
     def probe(self, token_ids: list[int], routes: Any, temperature: float) -> Records:
         """One sequence through the first engine, every sub-layer recorded (`rollout.engine.Engine.probe`)."""
         import ray
 
         return ray.get(self.actors[0].probe.remote(token_ids, routes, temperature))
+
+    def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _new(self, index: int) -> tuple[Any, Any]:
+        """An engine's actor and the unfinished call of its start."""
+        import ray
+
+        from beam_rl.rollout.engine import Engine
+
+        share = share_for(self.recipe)
+        actor: Any = ray.remote(num_cpus=1, num_gpus=share, max_concurrency=10_000)(Engine).remote(
+            self._settings(index)
+        )
+        return actor, actor.start.remote()
 
     def _settings(self, index: int) -> Any:
         from beam_rl.rollout.launch import EngineSettings
@@ -111,3 +350,12 @@ class Engines:
             name=f"engine-{index}",
             adapter=adapter_for(self.recipe, self.model_path),
         )
+
+
+def interrupted(request: Request) -> Completion:
+    """Of a request that nobody has begun."""
+    return Completion(request.id, np.empty(0, np.int32), np.empty(0, np.float32), None, "abort", 0)
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference

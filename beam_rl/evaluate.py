@@ -6,8 +6,8 @@ import torch
 
 from beam_rl.algorithms import evaluation
 from beam_rl.recipe.tree import Recipe
-from beam_rl.samples import Prompt, Request
-from beam_rl.sampling import Judge, Sampler, sampling_seed
+from beam_rl.samples import Prompt, Request, sampling_seed
+from beam_rl.sampling import Judge, Sampler
 from beam_rl.verifiers import VerifyItem
 
 

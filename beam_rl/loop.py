@@ -1,4 +1,4 @@
-"""One synchronous run, as it reads: sample, verify, score, update, sync, until `trainer.steps`.
+"""One run, as it reads: take a batch of verified samples, score, update, sync, until `trainer.steps`.
 
 Each line leads to the room where it happens. Knows nothing about Megatron, vLLM or Ray beyond `policy` and `engines`.
 """
@@ -6,28 +6,34 @@ Each line leads to the room where it happens. Knows nothing about Megatron, vLLM
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 
+from beam_rl import flight
 from beam_rl.algorithms.parity import logprob_gap
 from beam_rl.batch import StepBatch, build
 from beam_rl.cluster import Cluster
 from beam_rl.evaluate import evaluate
+from beam_rl.flight import Flight
 from beam_rl.inputs import Inputs
 from beam_rl.interrupts import Interrupted, held, time_left
 from beam_rl.parity.check import logprob_mean_bound
+from beam_rl.parity.check import sample as parity_samples
 from beam_rl.policy import Scores
 from beam_rl.recipe.tree import Recipe
 from beam_rl.report import Report
 from beam_rl.report.metric_names import eval_metric
+from beam_rl.rollouts import attend, beside, make_rollouts
 from beam_rl.run import Run
 from beam_rl.samples import Sample
-from beam_rl.sampling import Judge, Rollout, sample_groups
+from beam_rl.sampling import Flights, Judge, Rollout
 from beam_rl.saver import Saver
 from beam_rl.step import Step
 from beam_rl.sync import SyncReport
 from beam_rl.verifiers import make_verifier
 
+CHECK_TOKENS = 64  # of each response that trainer and engines are compared on
 SAVE_ON_EXIT_S = 15.0  # a run that is told to end has half a minute
 
 
@@ -83,9 +89,11 @@ class Loop:
         self.policy, self.engines, self.weights, self.verifier = cluster.policy, cluster.engines, cluster.sync, verifier
         self.saver = Saver(run, cluster.policy, recipe.checkpoint, recipe.model.lora is not None, report.warn)
         self.state = State()
+        self.under_way: list[Flight] = []  # begun, but not trained on, when the weights of `state.step` were there
+        flights = Flights(inputs.prompts, recipe)
+        self.rollouts = make_rollouts(flights, self.engines, verifier, inputs.decode, recipe, self.mend)
         self.saved: int | None = None  # the step of the last checkpoint that was written, or tried
         self.eval_score: float | None = None  # of this step's evaluation, if it had one
-        self.agreed = False  # trainer and engine have been seen to agree since this process began
 
     def begin(self) -> None:
         """The state to start from, in the trainer and in every engine; what it has not reported yet is reported."""
@@ -93,50 +101,84 @@ class Loop:
             with self.report.phase("loading the checkpoint", once=True):
                 self.state = State(**self.run.resumed.state)
                 self.policy.load(self.run.resumed.path)
-            self.inputs.prompts.restore(self.state.prompts)
+            under_way = flight.load(self.run.resumed.path, self.inputs.prompts.at)
+            self.rollouts.flights.restore(self.state.prompts, under_way)
             self.saved = self.state.step
         step = Step(self.state.step, self.report)
+        self.sync(step)
+        self.check_engines()
         if self.state.unreported is None:
-            self.sync(step)
+            self.rollouts.go_on(step.number)
         else:
             step.log(self.state.unreported)
-            self.publish(step)
+            self.announce(step)
 
     def step(self) -> None:
-        """Sample, verify, score, update; then sync, evaluate when due, report; save when due."""
+        """Take a batch, score, update; then sync, evaluate when due, report; save when due."""
         self.saver.check()
         step, self.eval_score = Step(self.state.step + 1, self.report), None
         step.log(self.saver.take_metrics())
-        rollout = sample_groups(self.inputs.prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, step)
+        rollout = self.rollouts.take(step)
         self.run.log_samples(
             step.number, [s.record(self.inputs.decode(s.prompt.token_ids)) for s in self.shown(rollout.samples)]
         )
         batch = build(rollout.groups, self.recipe, self.inputs.num_experts)
-        step.log(rollout_metrics(rollout, batch, step.number))
+        step.log(rollout_metrics(rollout, batch, step.number) | self.engine_metrics())
         self.score(batch, step)
         with self.state.advancing(step.number):
             self.learn(batch, step)
-            self.state.prompts, self.state.unreported = self.inputs.prompts.state(), step.metrics
-        self.publish(step)
+            self.state.unreported = step.metrics
+            self.note_flights()
+        self.sync(step)
+        self.announce(step)
         every = self.recipe.checkpoint.every
         self.save_if(bool(every) and step.number % every == 0)
+
+    def engine_metrics(self) -> dict[str, float]:
+        """What became of the engines since the last step; a person is told of each that was lost."""
+        counters = self.engines.take_counters()
+        for cause in counters.causes:
+            self.report.warn(f"started anew: {cause}")
+        return {"rollout/engine_restarts": counters.restarts, "rollout/redone": counters.redone}
 
     def shown(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """As many samples as the recipe wants to see, from as many prompts as can be."""
         wanted = self.recipe.logging.samples_per_step
         return samples[:: max(1, len(samples) // wanted)][:wanted] if wanted else ()
 
-    def publish(self, step: Step) -> None:
-        """Brings the step's weights to the engines, evaluates them when due, and reports the step."""
-        self.sync(step)
+    def sync(self, step: Step) -> None:
+        with step.phase("waiting for the engines", "hold"):
+            self.rollouts.hold()
+        with step.phase("syncing", "sync"), held():
+            step.log(sync_metrics(self.weights.load(version=step.number)))
+
+    def check_engines(self) -> None:
+        """Trainer and engines agree on a few responses before anything is built on them."""
+        with self.report.phase("checking that trainer and engines agree"):
+            samples = attend(
+                beside(lambda: parity_samples(self.recipe, self.inputs, self.engines, CHECK_TOKENS)), self.mend
+            )
+            gap = parity_metrics(self.policy.score([samples]))["parity/abs_logprob_diff_mean"]
+            self.engines.forget_prefixes()
+        check_agreement(gap, self.recipe)
+
+    def announce(self, step: Step) -> None:
+        """What the engines serve now is evaluated when due and reported, and rollouts go on with it."""
         if self.evaluation_due():
             self.evaluate(step)
+        self.note_flights()
+        self.rollouts.go_on(step.number)
         self.report.step(step.number, step.close())
         self.state.unreported = None
 
-    def sync(self, step: Step) -> None:
-        with step.phase("syncing", "sync"):
-            step.log(sync_metrics(self.weights.load(version=step.number)))
+    def mend(self) -> None:
+        """For while the trainer rests: engines that were lost and started anew get its weights."""
+        self.policy.check()
+        self.weights.mend(self.state.step)
+
+    def note_flights(self) -> None:
+        """Where every prompt is now; for the checkpoint."""
+        self.state.prompts, self.under_way = self.rollouts.flights.snapshot()
 
     def score(self, batch: StepBatch, step: Step) -> None:
         """Scores the batch with the trainer as it is: what the updates start from, and the gap to the engine."""
@@ -144,11 +186,7 @@ class Loop:
             return
         with step.phase("scoring", "score"):
             scores = self.policy.score(batch.mini_batches)
-            gap = parity_metrics(scores)
-            step.log(gap | replay_metrics(scores, batch, step.number))
-        if not self.agreed:
-            check_agreement(gap["parity/abs_logprob_diff_mean"], self.recipe, step.number)
-            self.agreed = True
+            step.log(parity_metrics(scores) | replay_metrics(scores, batch, step.number))
 
     def learn(self, batch: StepBatch, step: Step) -> None:
         """One optimizer update a mini-batch."""
@@ -173,9 +211,8 @@ class Loop:
     def evaluate(self, step: Step) -> None:
         samples = len(self.inputs.eval_prompts) * self.recipe.eval.samples_per_prompt
         with step.phase("evaluating", "eval", samples) as phase:
-            scores = evaluate(
-                self.inputs.eval_prompts, self.engines, self.verifier, self.inputs.decode, self.recipe, phase.advance
-            )
+            parts = (self.inputs.eval_prompts, self.engines, self.verifier, self.inputs.decode, self.recipe)
+            scores = attend(beside(lambda: evaluate(*parts, phase.advance)), self.mend)
         self.engines.forget_prefixes()  # a resumed run has not evaluated, and must sample the same
         task, k = self.inputs.eval_task, self.recipe.eval.samples_per_prompt
         step.log({eval_metric(task, "avg", k): scores.avg, eval_metric(task, "pass", k): scores.pass_rate})
@@ -186,7 +223,8 @@ class Loop:
             return
         self.saved = self.state.step
         with self.report.phase("saving"):
-            self.saver.save(self.state.step, asdict(self.state), self.eval_score, timeout_s)
+            rest = partial(flight.save, self.under_way)
+            self.saver.save(self.state.step, rest, asdict(self.state), self.eval_score, timeout_s)
 
     @contextlib.contextmanager
     def saved_if_cut_short(self) -> Iterator[None]:
@@ -240,6 +278,7 @@ def rollout_metrics(rollout: Rollout, batch: StepBatch, step: int) -> dict[str, 
         "rollout/tokens_per_s": rollout.tokens / rollout.generate_s,
         "rollout/truncated": rollout.truncated,
         "rollout/staleness": max(step - 1 - s.completion.version for s in kept),
+        "rollout/continued": rollout.continued,
         "sampling/dropped_groups": rollout.dropped_groups,
         "verifier/timeouts": rollout.timeouts,
         "verifier/errors": rollout.errors,
@@ -270,13 +309,13 @@ def parity_metrics(scores: Scores) -> dict[str, float]:
     }
 
 
-def check_agreement(gap: float, recipe: Recipe, step: int) -> None:
-    """Before a process's first update: an engine that serves other weights than the trainer's shows here."""
+def check_agreement(gap: float, recipe: Recipe) -> None:
+    """Before a process's first rollout: an engine that serves other weights than the trainer's shows here."""
     bound = logprob_mean_bound(recipe)
     if gap > bound:
         raise StepError(
-            f"step {step}: trainer and engine differ by {gap:.2e} in mean |Δlogp|, above {bound:g}: `beam-rl parity` says "
-            "where; parity.logprob_mean_bound sets the bound"
+            f"trainer and engine differ by {gap:.2e} in mean |Δlogp|, above {bound:g}: `beam-rl parity` says where; "
+            "parity.logprob_mean_bound sets the bound"
         )
 
 

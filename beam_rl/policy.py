@@ -33,8 +33,9 @@ DOING = {
     "stage": "saving",
     "write": "writing a checkpoint",
     "load": "loading a checkpoint",
+    "rest": "idle",
 }
-ASIDE = "aside"  # Ray's concurrency group for what runs beside the training
+ASIDE, ALIVE = "aside", "alive"  # Ray's concurrency groups: what runs beside the training, and what never returns
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class PolicyWorker:
         from beam_rl.megatron import start_trainer
 
         self.trainer = start_trainer(model_path, settings, self.rank, world_size, master)
+
+    def live(self) -> None:
+        """Never returns: Ray ends the call when the process dies."""
+        import threading
+
+        threading.Event().wait()
 
     def score(self, mini_batches: list[list[MicroBatch]]) -> Scores:
         """Takes over the step's micro-batches and scores them with the current weights."""
@@ -172,7 +179,7 @@ class Policy:
     def __enter__(self) -> "Policy":
         import ray
 
-        needs = {"num_cpus": 1, "num_gpus": share_for(self.recipe), "concurrency_groups": {ASIDE: 1}}
+        needs = {"num_cpus": 1, "num_gpus": share_for(self.recipe), "concurrency_groups": {ASIDE: 1, ALIVE: 1}}
         worker: Any = ray.remote(**needs)(PolicyWorker)
         self.workers: list[Any] = [worker.remote(self.recipe.algorithm, rank) for rank in range(len(self.places))]
         start = (
@@ -181,6 +188,7 @@ class Policy:
             len(self.places),
             f"127.0.0.1:{free_port()}",
         )
+        self.alive = [w.live.options(concurrency_group=ALIVE).remote() for w in self.workers]
         self.starting = [w.start.remote(*start, rank.log) for w, rank in zip(self.workers, self.ranks, strict=True)]
         return self
 
@@ -192,6 +200,13 @@ class Policy:
 
     def wait_ready(self) -> None:
         self._gather("start", self.starting, self.recipe.cluster.start_timeout_s)
+
+    def check(self) -> None:
+        """For while no rank has anything to do: raises RankError if one has died."""
+        import ray
+
+        if ray.wait(self.alive, timeout=0)[0]:
+            self._gather("rest", self.alive)
 
     def score(self, mini_batches: Sequence[Sequence[Sample]]) -> Scores:
         """Ships the step's samples to the ranks and scores them; `update` then refers to a mini-batch by its index."""

@@ -3,6 +3,7 @@
 Plain numpy, so that it travels through Ray without copies. Knows nothing about Megatron, vLLM or Ray.
 """
 
+import hashlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,12 @@ class Request:
     top_p: float = 1.0
 
 
+def sampling_seed(*parts: object) -> int:
+    """A 63-bit seed from the parts' text: stable over processes and versions of Python."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 @dataclass(frozen=True)
 class Completion:
     """What an engine returns for a request.
@@ -48,8 +55,13 @@ class Completion:
     token_ids: NDArray[np.int32]  # (response,)
     logp: NDArray[np.float32]  # (response,)
     routes: NDArray[np.uint8] | NDArray[np.uint16] | None  # (prompt + response - 1, moe layers, top-k)
-    finish_reason: str  # "stop" or "length"
-    version: int  # of the weights that sampled it
+    finish_reason: str  # "stop" or "length"; "abort" where it was interrupted and can go on
+    version: int  # of the weights that sampled its first token
+    later: tuple[tuple[int, int], ...] = ()  # (first token, version) of each part that later weights sampled
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason != "abort"
 
 
 @dataclass
@@ -86,6 +98,7 @@ class Sample:
             "advantage": self.advantage,
             "finish_reason": self.completion.finish_reason,
             "version": self.completion.version,
+            "later_versions": [list(part) for part in self.completion.later],
             "token_ids": self.completion.token_ids.tolist(),
         }
 

@@ -4,23 +4,30 @@ Knows nothing about how engines sample or verifiers judge; a sample's random num
 prompt's position and the sample's number alone.
 """
 
-import hashlib
-from collections.abc import Callable, Sequence
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from beam_rl.algorithms.rewards import overlong_punishment
+from beam_rl.flight import Flight
 from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Completion, Group, Prompt, Request, Sample
 from beam_rl.step import Step
 from beam_rl.verifiers import Verdict, VerifyItem
 
+Decode = Callable[[Sequence[int]], str]
+
 
 class Sampler(Protocol):
     def generate(
-        self, groups: Sequence[Sequence[Request]], on_progress: Callable[[int], None] | None = None
+        self,
+        groups: Sequence[Sequence[Request]],
+        on_progress: Callable[[int], None] | None = None,
+        enough: int | None = None,
     ) -> dict[str, Completion]: ...
 
 
@@ -30,6 +37,8 @@ class Judge(Protocol):
 
 class Source(Protocol):
     def take(self, n: int) -> list[Prompt]: ...
+    def state(self) -> int: ...
+    def restore(self, state: int) -> None: ...
 
 
 @dataclass
@@ -42,50 +51,121 @@ class Rollout:
     dropped_groups: int = 0
     timeouts: int = 0
     errors: int = 0  # responses that the verifier could not judge; score 0
+    continued: int = 0  # responses that more than one version of the weights sampled
     generate_s: float = 0.0
 
     @property
     def samples(self) -> list[Sample]:
         return [s for g in self.groups for s in g.samples]
 
+    def add(self, counts: "Rollout") -> None:
+        """Adds what another one has counted of its samples."""
+        for name in ("tokens", "truncated", "timeouts", "errors", "continued"):
+            setattr(self, name, getattr(self, name) + getattr(counts, name))
 
-def sampling_seed(*parts: object) -> int:
-    """A 63-bit seed from the parts' text: stable over processes and versions of Python."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+
+class Flights:
+    """The run's prompts in their order, and those of them that are under way: begun, and not yet trained on or dropped.
+
+    So a checkpoint can say of every prompt where it is. Calls may come from any thread.
+    """
+
+    def __init__(self, prompts: Source, recipe: Recipe) -> None:
+        self._prompts, self._recipe, self._lock = prompts, recipe, threading.Lock()
+        self._waiting: list[Flight] = []  # put back: they come before new prompts
+        self._out: dict[int, Flight] = {}
+
+    def take(self, n: int) -> list[Flight]:
+        """`n` flights: what was put back first, then new prompts."""
+        with self._lock:
+            taken, self._waiting = self._waiting[:n], self._waiting[n:]
+            taken += [Flight.start(p, self._recipe) for p in self._prompts.take(n - len(taken))]
+            self._out |= {f.prompt.position: f for f in taken}
+            return taken
+
+    def put_back(self, flights: Iterable[Flight]) -> None:
+        """For the next `take`, with what they have so far."""
+        with self._lock:
+            for flight in flights:
+                del self._out[flight.prompt.position]
+                self._waiting.append(flight)
+
+    def landed(self, positions: Iterable[int]) -> None:
+        """Trained on, or dropped: no longer under way."""
+        with self._lock:
+            for position in positions:
+                del self._out[position]
+
+    def snapshot(self) -> tuple[int, list[Flight]]:
+        """The prompts' position and all that is under way now, in order."""
+        with self._lock:
+            flights = [*self._out.values(), *self._waiting]
+            flights.sort(key=lambda f: f.prompt.position)
+            return self._prompts.state(), [Flight(f.prompt, list(f.parts)) for f in flights]
+
+    def restore(self, position: int, flights: Iterable[Flight]) -> None:
+        self._prompts.restore(position)
+        self._waiting = list(flights)
 
 
 def sample_groups(
-    prompts: Source,
-    engines: Sampler,
-    verifier: Judge,
-    decode: Callable[[Sequence[int]], str],
-    recipe: Recipe,
-    step: Step,
+    flights: Flights, engines: Sampler, verifier: Judge, decode: Decode, recipe: Recipe, step: Step
 ) -> Rollout:
     """Samples and verifies `rollout.prompts_per_step` groups.
 
     With dynamic sampling, groups whose rewards are all alike (they carry no gradient) are dropped and other prompts are
     sampled in their place, at most `algorithm.dynamic_sampling.max_rounds` rounds; then the step goes on with what
-    there is (DAPO, arXiv:2503.14476, section 3.2).
+    there is (DAPO, arXiv:2503.14476, section 3.2). With over-sampling, what a round does not wait for goes back to
+    `flights`.
     """
     wanted, dynamic = recipe.rollout.prompts_per_step, recipe.algorithm.dynamic_sampling
     rollout = Rollout()
     for _ in range(dynamic.max_rounds if dynamic.enabled else 1):
-        batch = prompts.take(wanted - len(rollout.groups))
-        requests = [_requests(p, recipe) for p in batch]
-        with step.phase("sampling", "generate", sum(map(len, requests))) as phase:
-            completions = engines.generate(requests, phase.advance)
-        groups = [_group(p, r, completions, decode) for p, r in zip(batch, requests, strict=True)]
+        missing = wanted - len(rollout.groups)
+        batch = flights.take(math.ceil(missing * recipe.rollout.over_sampling))
+        finished, left = _fly(batch, missing, engines, recipe, step)
+        flights.put_back(left if recipe.rollout.unfinished == "continue" else [f.restarted() for f in left])
+        groups = [group_of(f, decode) for f in finished]
         with step.phase("verifying", "verify"):
             judge_groups(groups, verifier, recipe, rollout)
-        kept = [g for g in groups if not dynamic.enabled or len({s.reward for s in g.samples}) > 1]
-        rollout.dropped_groups += len(groups) - len(kept)
+        kept, dropped = worth_training(groups, recipe)
+        flights.landed(g.prompt.position for g in dropped)
+        rollout.dropped_groups += len(dropped)
         rollout.groups += kept
         if len(rollout.groups) == wanted:
             break
     rollout.generate_s = step.metrics["time/generate_s"]
     return rollout
+
+
+def _fly(
+    batch: Sequence[Flight], enough: int, engines: Sampler, recipe: Recipe, step: Step
+) -> tuple[list[Flight], list[Flight]]:
+    """Samples until `enough` of the flights are complete. Returns those, and the others."""
+    requests = [f.requests(recipe) for f in batch]
+    with step.phase("sampling", "generate", sum(map(len, requests))) as phase:
+        completions = engines.generate(requests, phase.advance, enough if enough < len(batch) else None)
+    for flight in batch:
+        flight.add(completions)
+    finished = [f for f in batch if f.complete][:enough]
+    chosen = {f.prompt.position for f in finished}
+    return finished, [f for f in batch if f.prompt.position not in chosen]
+
+
+def group_of(flight: Flight, decode: Decode) -> Group:
+    """A complete flight's samples, not judged yet."""
+    completions = [part for part in flight.parts if part is not None]
+    return Group(flight.prompt, [Sample(flight.prompt, c, decode(c.token_ids.tolist())) for c in completions])
+
+
+def worth_training(groups: Sequence[Group], recipe: Recipe) -> tuple[list[Group], list[Group]]:
+    """The groups to train on, and those that dynamic sampling drops: their rewards are all alike."""
+    if not recipe.algorithm.dynamic_sampling.enabled:
+        return list(groups), []
+    mixed = [len({s.reward for s in g.samples}) > 1 for g in groups]
+    return [g for g, m in zip(groups, mixed, strict=True) if m], [
+        g for g, m in zip(groups, mixed, strict=True) if not m
+    ]
 
 
 def judge_groups(groups: Sequence[Group], verifier: Judge, recipe: Recipe, counts: Rollout) -> None:
@@ -101,28 +181,4 @@ def judge_groups(groups: Sequence[Group], verifier: Judge, recipe: Recipe, count
         counts.errors += verdict.error is not None and not verdict.timed_out
         counts.tokens += sample.response_tokens
         counts.truncated += sample.completion.finish_reason == "length"
-
-
-def _requests(prompt: Prompt, recipe: Recipe) -> list[Request]:
-    r = recipe.rollout
-    return [
-        Request(
-            id=f"train-{prompt.position}-{k}",
-            prompt_ids=prompt.token_ids,
-            seed=sampling_seed(recipe.seed, "train", prompt.position, k),
-            max_tokens=r.max_response_tokens,
-            temperature=r.temperature,
-            top_p=r.top_p,
-        )
-        for k in range(r.samples_per_prompt)
-    ]
-
-
-def _group(
-    prompt: Prompt,
-    requests: Sequence[Request],
-    completions: dict[str, Completion],
-    decode: Callable[[Sequence[int]], str],
-) -> Group:
-    samples = [Sample(prompt, completions[r.id], decode(completions[r.id].token_ids.tolist())) for r in requests]
-    return Group(prompt, samples)
+        counts.continued += bool(sample.completion.later)

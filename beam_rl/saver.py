@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from beam_rl.interrupts import held
@@ -49,10 +50,18 @@ class Saver:
         self._writing: _Writing | None = None
         self._metrics: dict[str, float] = {}
 
-    def save(self, step: int, state: dict[str, Any], score: float | None, timeout_s: float | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        rest: Callable[[Path], None],
+        state: dict[str, Any],
+        score: float | None,
+        timeout_s: float | None = None,
+    ) -> None:
         """Returns when training may go on; the checkpoint is complete after `wait`.
 
         Args:
+            rest: writes what belongs to the checkpoint beside the trainer's state; called later, from another thread.
             state, score: as for `Run.checkpoint`.
         Raises:
             SaveError: this save failed or, found out now, the one before it.
@@ -65,11 +74,12 @@ class Saver:
                 self.run.adapter(step, partial(self.policy.export, form="adapter", timeout_s=timeout_s))
             if self.settings.asynchronous:
                 self.policy.stage(timeout_s)
-                write: Callable[..., None] = self.policy.write
+                write = _both(self.policy.write, rest)
                 self._writing = _Writing(lambda: self.run.checkpoint(step, write, state, score), self._warn)
                 self._writing.start()
             else:
-                self.run.checkpoint(step, partial(self.policy.save, timeout_s=timeout_s), state, score)
+                write = _both(partial(self.policy.save, timeout_s=timeout_s), rest)
+                self.run.checkpoint(step, write, state, score)
         self._metrics["time/save_s"] = self._metrics.get("time/save_s", 0.0) + time.perf_counter() - started
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -94,3 +104,11 @@ class Saver:
         """`time/save_s`, for which training has stood still, and `time/write_s` of what is complete, since last asked."""
         taken, self._metrics = self._metrics, {}
         return taken
+
+
+def _both(first: Callable[[Path], None], second: Callable[[Path], None]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        first(folder)
+        second(folder)
+
+    return write

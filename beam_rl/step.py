@@ -18,10 +18,21 @@ class Display(Protocol):
     ) -> contextlib.AbstractContextManager[Phase]: ...
 
 
+class Quiet:
+    """A display of what goes on beside the step that is shown: nothing."""
+
+    @contextlib.contextmanager
+    def phase(self, name: str, total: int | None = None, once: bool = False) -> Iterator["Quiet"]:
+        yield self
+
+    def advance(self, count: int = 1) -> None:
+        pass
+
+
 class Step:
     """The step's number, its metrics so far (names of `report.metric_names`), and the wall seconds of its parts."""
 
-    PARTS = ("generate", "verify", "score", "update", "sync", "eval")
+    PARTS = ("generate", "verify", "score", "update", "hold", "sync", "eval")
 
     def __init__(self, number: int, display: Display) -> None:
         self.number, self.display = number, display
@@ -41,7 +52,9 @@ class Step:
         self.metrics.update(metrics)
 
     def close(self) -> dict[str, float]:
-        """The step's metrics with its whole time; what no part accounts for is `time/idle_s`."""
+        """The step's metrics with its whole time; `time/idle_s` is what the trainer had no part in."""
         total = time.perf_counter() - self._start
-        parts = sum(self.metrics.setdefault(f"time/{p}_s", 0.0) for p in self.PARTS)
-        return self.metrics | {"time/step_s": total, "time/idle_s": max(0.0, total - parts)}
+        for part in self.PARTS:
+            self.metrics.setdefault(f"time/{part}_s", 0.0)
+        busy = sum(self.metrics[f"time/{part}_s"] for part in ("score", "update", "sync", "eval"))
+        return self.metrics | {"time/step_s": total, "time/idle_s": max(0.0, total - busy)}

@@ -29,6 +29,15 @@ class WeightSync:
         self.policy, self.engines, self.settings = policy, engines, settings
         self._connected = False
 
+    def mend(self, version: int) -> None:
+        """Gives engines that were started anew the trainer's weights, which are `version`, and lets them serve.
+
+        Where others serve the version before, they wait for the next `load`. For when the trainer is at rest.
+        """
+        fresh = self.engines.fresh()
+        if fresh and self.engines.version is not None and self.engines.version in (version, None):
+            self.load(version)
+
     def load(self, version: int) -> SyncReport:
         """Brings the trainer's weights into every engine, bucket by bucket; from then on all serve `version`.
 
@@ -43,6 +52,7 @@ class WeightSync:
         for i, held in enumerate(self.engines.finish_update(version)):
             if held != sent.checksum:
                 raise RuntimeError(f"weight sync {version}: engine {i} holds another adapter than the trainer has sent")
+        self.engines.serve(version, range(len(self.engines.actors)))
         return SyncReport(time.perf_counter() - start, sent.bytes, sent.buckets, version)
 
     def _connect(self) -> None:

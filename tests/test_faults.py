@@ -37,6 +37,10 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def nothing(folder: Path) -> None:
+    pass
+
+
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
@@ -47,11 +51,11 @@ def test_saving_beside_the_training_and_a_rank_that_hangs(session: Path, tiny_fo
         with Run.open(tmp_path / "run", RECIPE) as run:
             saver = Saver(run, policy, Checkpoint(), False, said.append)
             policy.save(tmp_path / "first")
-            saver.save(1, {}, None)
+            saver.save(1, nothing, {}, None)
             policy.update(0, 1e-3)
             saver.wait()
             policy.save(tmp_path / "second")
-            saver.save(2, {}, None)  # takes the same memory
+            saver.save(2, nothing, {}, None)  # takes the same memory
             policy.update(0, 1e-3)
             saver.wait()
             found = {c.step: read(c.path) for c in checkpoints(run.folder)}
@@ -63,7 +67,7 @@ def test_saving_beside_the_training_and_a_rank_that_hangs(session: Path, tiny_fo
                 raise OSError(28, "No space left on device")
 
             saver.policy = type("Full", (), {"stage": lambda *_: None, "write": staticmethod(refuse)})()
-            saver.save(3, {}, None)
+            saver.save(3, nothing, {}, None)
             wait_for(lambda: said)
             with pytest.raises(SaveError, match="step_3: the disk is full; the last complete checkpoint is .*step_2"):
                 saver.check()
@@ -90,9 +94,9 @@ def test_a_rank_killed_while_it_writes_a_checkpoint_leaves_the_one_before(
 ) -> None:
     with crew(tiny_folder, session) as policy, Run.open(tmp_path / "run", RECIPE) as run:
         saver = Saver(run, policy, Checkpoint(), False, print)
-        saver.save(1, {}, None)
+        saver.save(1, nothing, {}, None)
         saver.wait()
-        saver.save(2, {}, None)
+        saver.save(2, nothing, {}, None)
         wait_for(lambda: list((run.folder / "checkpoints").glob(".step_2.*.tmp/*.distcp")))
         processes = ranks()
         processes[1].kill()

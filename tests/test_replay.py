@@ -39,6 +39,7 @@ def scores(near_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[S
         Engines(recipe, near_tied, logs) as engines,
     ):
         ray.get([*policy.starting, *engines.starting])
+        engines.serve(0, [0])
         done = engines.generate(groups)
         samples = [Sample(p, done[r.id], weight=1.0) for p, g in zip(prompts, groups, strict=True) for r in g]
         replayed = policy.score([samples])

@@ -13,8 +13,8 @@ import pytest
 from beam_rl.data import PromptStream
 from beam_rl.evaluate import evaluate
 from beam_rl.recipe.load import load
-from beam_rl.samples import Completion, Prompt, Request
-from beam_rl.sampling import Rollout, sample_groups, sampling_seed
+from beam_rl.samples import Completion, Prompt, Request, sampling_seed
+from beam_rl.sampling import Flights, Rollout, sample_groups
 from beam_rl.step import Step
 from beam_rl.verifiers import Verdict, VerifyItem
 
@@ -40,7 +40,7 @@ class Scripted:
         self.scores, self.length = scores, length
         self.requests: list[Request] = []
 
-    def generate(self, groups: Sequence[Sequence[Request]], on_progress=None) -> dict[str, Completion]:
+    def generate(self, groups: Sequence[Sequence[Request]], on_progress=None, enough=None) -> dict[str, Completion]:
         flat = [r for group in groups for r in group]
         self.requests += flat
         for _ in flat:
@@ -68,8 +68,8 @@ def prompts(n: int = 8) -> PromptStream:
 
 
 def sample(engine: Scripted, source: PromptStream, *overrides: str) -> tuple[Rollout, Step]:
-    step = Step(1, Silent())
-    return sample_groups(source, engine, engine, decode, load(TINY, [*SMALL, *overrides]), step), step
+    step, recipe = Step(1, Silent()), load(TINY, [*SMALL, *overrides])
+    return sample_groups(Flights(source, recipe), engine, engine, decode, recipe, step), step
 
 
 def test_every_sample_gets_its_own_seed_and_its_own_reward():

@@ -175,6 +175,7 @@ def test_the_export_gives_the_trainers_log_probabilities_in_a_fresh_vllm_and_in_
         Engines(recipe, exported, tmp_path) as engines,
     ):
         ray.get([*policy.starting, *engines.starting])
+        engines.serve(0, [0])
         policy.load(whole / "checkpoints" / "step_4")
         done = engines.generate([requests])
         samples = [Sample(prompt, done[r.id], weight=1.0) for r in requests]

@@ -206,7 +206,7 @@ class PromptStream:
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts; after an epoch's last one comes the next epoch's first."""
-        taken = [self._at(position) for position in range(self._position, self._position + n)]
+        taken = [self.at(position) for position in range(self._position, self._position + n)]
         self._position += n
         return taken
 
@@ -218,7 +218,8 @@ class PromptStream:
         """Goes on with the prompt at position `state`."""
         self._position = state
 
-    def _at(self, position: int) -> Prompt:
+    def at(self, position: int) -> Prompt:
+        """The prompt at a position of the endless order."""
         epoch, index = divmod(position, len(self._prompts))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))

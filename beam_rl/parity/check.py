@@ -19,8 +19,7 @@ from beam_rl.parity.compare import Comparison, Side, compare
 from beam_rl.parity.record import Records, concatenate
 from beam_rl.recipe.tree import Recipe
 from beam_rl.routes import invalid_rows
-from beam_rl.samples import Prompt, Request, Sample
-from beam_rl.sampling import sampling_seed
+from beam_rl.samples import Prompt, Request, Sample, sampling_seed
 from beam_rl.step import Display
 
 SUBLAYER_BOUND = {"fp32": 1e-5, "bf16": 2e-2}
@@ -82,12 +81,16 @@ def logprob_mean_bound(recipe: Recipe) -> float:
     return recipe.parity.logprob_mean_bound or LOGPROB_MEAN_BOUND[recipe.trainer.precision]
 
 
-def sample(recipe: Recipe, inputs: Inputs, engines: Engines) -> list[Sample]:
-    """One response for each of the first eval prompts, or of the training prompts where there is no eval set."""
-    wanted = recipe.parity.prompts
-    prompts = inputs.eval_prompts[:wanted] or inputs.prompts.take(wanted)
-    done = engines.generate([[_request(p, recipe)] for p in prompts])
-    samples = [Sample(p, done[_request(p, recipe).id]) for p in prompts]
+def sample(recipe: Recipe, inputs: Inputs, engines: Engines, max_tokens: int | None = None) -> list[Sample]:
+    """One response for each of the first eval prompts, or of the training prompts where there is no eval set.
+
+    max_tokens: of each response; default: as in training.
+    """
+    wanted, longest = recipe.parity.prompts, recipe.rollout.max_response_tokens
+    prompts = inputs.eval_prompts[:wanted] or [inputs.prompts.at(i) for i in range(wanted)]
+    requests = [_request(p, recipe, min(longest, max_tokens or longest)) for p in prompts]
+    done = engines.generate([[r] for r in requests])
+    samples = [Sample(p, done[r.id]) for p, r in zip(prompts, requests, strict=True)]
     if recipe.rollout.routing_replay:
         for s in samples:
             routes = s.completion.routes
@@ -98,12 +101,12 @@ def sample(recipe: Recipe, inputs: Inputs, engines: Engines) -> list[Sample]:
     return samples
 
 
-def _request(prompt: Prompt, recipe: Recipe) -> Request:
+def _request(prompt: Prompt, recipe: Recipe, max_tokens: int) -> Request:
     return Request(
         id=f"parity-{prompt.position}",
         prompt_ids=prompt.token_ids,
         seed=sampling_seed(recipe.seed, "parity", prompt.position),
-        max_tokens=recipe.rollout.max_response_tokens,
+        max_tokens=max_tokens,
         temperature=recipe.rollout.temperature,
     )
 

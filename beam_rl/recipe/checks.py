@@ -71,6 +71,11 @@ def _batch(recipe: "Recipe") -> Iterator[str]:
             f"trainer.mini_batches = {t.mini_batches}: must divide rollout.prompts_per_step = {r.prompts_per_step}, "
             "since a group is never split over updates"
         )
+    if r.over_sampling > 1 and r.pace == "asynchronous":
+        yield (
+            f"rollout.over_sampling = {r.over_sampling:g}: asynchronous sampling never waits for the last response of a "
+            "batch; leave it at 1, and raise algorithm.staleness to have more under way"
+        )
     if r.engines > r.prompts_per_step:
         yield f"rollout.engines = {r.engines}: more than rollout.prompts_per_step = {r.prompts_per_step}; some would idle"
     longest = recipe.data.max_prompt_tokens + r.max_response_tokens

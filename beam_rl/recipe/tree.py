@@ -75,7 +75,21 @@ class Rollout(Section):
     temperature: float = 1.0
     top_p: Fraction = 1.0
     routing_replay: Switch = True
+    pace: Literal["synchronous", "one_step_off", "asynchronous"] = Field(
+        "synchronous",
+        description="sample and train in turn; sample the next step's batch while training; or sample all the time",
+    )
+    over_sampling: Annotated[float, Field(ge=1, le=4)] = Field(
+        1.0, description="begin so many times the prompts of a step, and go on when a step's worth is finished"
+    )
+    unfinished: Literal["continue", "restart"] = Field(
+        "continue", description="over-sampled responses that a step did not wait for: later kept, or sampled anew"
+    )
     engines: Positive = 1
+    engine_restarts: Count = Field(3, description="how often each engine that was lost is started anew")
+    engine_deadline_s: Annotated[float, Field(gt=0)] = Field(
+        120.0, description="an engine that does not answer for so long is lost"
+    )
     max_num_seqs: Positive = Field(256, description="requests that one engine runs at once")
     max_batched_tokens: Positive = Field(4096, description="tokens in one engine step")
     kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="CPU engines: host memory for the KV cache")
@@ -118,6 +132,9 @@ class Algorithm(Section):
     overlong: Overlong = Overlong()
     kl: Kl = Kl()
     importance_correction: ImportanceCorrection = ImportanceCorrection()
+    staleness: Positive = Field(
+        1, description="asynchronous: versions that the weights which sampled may be behind those that train, at most"
+    )
 
 
 class Optimizer(Section):

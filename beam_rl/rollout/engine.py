@@ -77,6 +77,7 @@ class Engine:
         self.in_flight: set[str] = set()  # vLLM's ids of unfinished requests
         self.update_state = "none"  # "none", "running", or why the weights are no longer one version
         self.admission = asyncio.Lock()
+        self.interrupted = False  # from `interrupt` until `release`
         self.prompt_tokens = self.cached_prompt_tokens = 0
 
     async def start(self) -> EngineInfo:
@@ -103,7 +104,8 @@ class Engine:
     async def generate(self, requests: list[Request]) -> AsyncIterator[Completion]:
         """Samples all requests at once and yields each completion when it is done.
 
-        `token_ids` and `logp` include the stop token. Raises ValueError, before anything is sampled, for a request that
+        `token_ids` and `logp` include the stop token. `interrupt` ends it early: then the unfinished completions have the
+        tokens so far and say "abort". Raises ValueError, before anything is sampled, for a request that
         cannot fit `max_model_len`; RuntimeError during a weight update or after a failed one.
         """
         self._refuse_during_update("sample")
@@ -111,6 +113,10 @@ class Engine:
             check_fits(request, self.settings.max_model_len)
         done: asyncio.Queue[tuple[Request, str, Any]] = asyncio.Queue()
         tasks = await self._admit(requests, done)
+        for request in requests if tasks is None else ():
+            yield Completion(request.id, np.empty(0, np.int32), np.empty(0, np.float32), None, "abort", self.version)
+        if tasks is None:
+            return
         left = set(tasks)
         try:
             while left:
@@ -122,6 +128,22 @@ class Engine:
             for task in tasks.values():
                 task.cancel()
             await self._abandon(left)
+
+    async def interrupt(self) -> None:
+        """Ends what is being sampled, and lets nothing begin before `release`."""
+        self.interrupted = True
+        async with self.admission:
+            await self.llm.pause_generation(mode="abort", clear_cache=False)
+            await self.llm.resume_generation()
+
+    async def release(self) -> None:
+        """After `interrupt`: requests are sampled again."""
+        self.interrupted = False
+
+    async def alive(self) -> None:
+        """Returns when vLLM's processes have answered; raises what they died of."""
+        await self.llm.check_health()
+        await self.llm.is_paused()
 
     async def begin_update(self) -> None:
         """Opens a weight update: of the adapter, where the settings have one, else of all weights.
@@ -260,13 +282,15 @@ class Engine:
         process.end(list(self.info.child_pids), STOP_GRACE_S)
         self.llm = None
 
-    async def _admit(self, requests: list[Request], done: asyncio.Queue) -> dict[str, asyncio.Task]:
+    async def _admit(self, requests: list[Request], done: asyncio.Queue) -> dict[str, asyncio.Task] | None:
         """Hands all requests to vLLM while its scheduler is held, so that its steps are the same in every run.
 
-        Returns the task that waits for each, by vLLM's id of the request.
+        Returns the task that waits for each, by vLLM's id of the request; None while the engine is interrupted.
         """
         tasks: dict[str, asyncio.Task] = {}
         async with self.admission:
+            if self.interrupted:
+                return None
             await self.llm.pause_generation(mode="keep", clear_cache=False)
             try:
                 for request in requests:
@@ -315,7 +339,7 @@ class Engine:
             self.cached_prompt_tokens += output.num_cached_tokens or 0
         routes = await self._routes_of([(internal_id, output) for _, internal_id, output in ended])
         return [
-            make_completion(request, output.outputs[0], rows, self.version)
+            make_completion(request, output.outputs[0], rows, self.version, self.settings.routing_replay)
             for (request, _, output), rows in zip(ended, routes, strict=True)
         ]
 
@@ -386,8 +410,18 @@ def check_fits(request: Request, max_model_len: int) -> None:
         )
 
 
-def make_completion(request: Request, output: Any, routes: Routes | None, version: int) -> Completion:
-    """A completion from vLLM's output. Whoever replays the routes counts their rows and leaves out what lacks some."""
+def make_completion(
+    request: Request, output: Any, routes: Routes | None, version: int, routing_replay: bool
+) -> Completion:
+    """A completion from vLLM's output. Whoever replays the routes counts their rows and leaves out what lacks some.
+
+    An interrupted response without the routes of all its tokens (it was waiting to be computed again) is given up.
+    """
+    if output.finish_reason == "abort" and routing_replay:
+        rows = len(request.prompt_ids) + len(output.token_ids) - 1
+        if not output.token_ids or routes is None or len(routes) < rows:
+            return Completion(request.id, np.empty(0, np.int32), np.empty(0, np.float32), None, "abort", version)
+        routes = routes[:rows]
     tokens = np.asarray(output.token_ids, np.int32)
     logp = np.asarray(
         [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32

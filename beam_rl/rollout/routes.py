@@ -70,14 +70,17 @@ class RouteRecorder:
                 self.finished[request_id] = rows
 
     def take(self, request_id: str) -> Routes:
-        """(tokens − 1, layers, top_k) rows of a finished request, which are then forgotten. KeyError if unknown."""
+        """(tokens − 1, layers, top_k) rows of a finished request, which are then forgotten.
+
+        No rows of one that was aborted while it waited to be run.
+        """
+        assert self.slots is not None
         rows = self.finished.pop(request_id, None)
         if rows is None:  # ended in the last step; its slots are intact until the next one
             rows = self._read(request_id)
-            if rows is None:
-                raise KeyError(f"no routes of request {request_id}")
-            self.unwanted.add(request_id)
-        return rows
+            if self.slots.has_request(request_id):
+                self.unwanted.add(request_id)
+        return self.step[:0] if rows is None else rows
 
     def drop(self, request_id: str) -> None:
         """Forgets an aborted request."""

@@ -1,0 +1,186 @@
+"""vLLM's own Beam on a GPU: an adapter against the same model with the adapter merged into its weights, kind by kind."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from beam_rl.bench.moe_lora import Case, model_config
+from beam_rl.checksum import SentChecksum
+from beam_rl.lora import ALL_TARGETS, Adapter, adapter_modules, adapter_tensors, repeated_tensors
+from beam_rl.rollout.engine import Engine
+from beam_rl.rollout.launch import EngineSettings
+from beam_rl.rollout.names import checkpoint_names
+from beam_rl.rollout.sync.transport import WeightSender
+from beam_rl.samples import Request
+
+pytestmark = pytest.mark.gpu
+
+ADAPTER = Adapter(rank=64, alpha=128.0, expert_rank=8, expert_alpha=16.0, targets=ALL_TARGETS)
+KINDS = {"attention": ".self_attn.", "dense": ".layers.0.mlp.", "experts": ".mlp.experts."}
+PROMPTS, PROMPT_TOKENS = 64, 40
+CONFIG = model_config(
+    Case(
+        hidden=512,
+        layers=4,
+        heads=8,
+        kv_heads=2,
+        dense=1024,
+        expert=256,
+        experts=32,
+        top_k=8,
+        vocabulary=4096,
+        dtype="bf16",
+    )
+) | {"head_dim": 128}
+Tensors = dict[str, Tensor]
+Firsts = list[tuple[int, float]]  # of each prompt, the most likely next token and its log-probability
+
+
+def make_checkpoint(folder: Path) -> Tensors:
+    """A random Beam in BF16 whose next tokens hang on every projection; the tensors by their HF names."""
+    generator = torch.Generator().manual_seed(0)
+    projections = {f"{m.name}.weight": (m.outputs, m.inputs) for m in adapter_modules(ADAPTER, CONFIG)}
+    weights: Tensors = {}
+    for name in sorted(checkpoint_names(SimpleNamespace(**CONFIG))):
+        shape = projections.get(name) or shape_of(name)
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape) if "norm" in name else torch.zeros(shape)
+            continue
+        scale = 1.0 if "embed" in name else shape[-1] ** -0.5 * (3 if "lm_head" in name else 1)
+        weights[name] = torch.randn(shape, generator=generator) * scale
+    kept = {n: w if ".mlp.gate." in n else w.bfloat16() for n, w in weights.items()}  # the router stays FP32
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return kept
+
+
+def shape_of(name: str) -> tuple[int, ...]:
+    """Of what has no adapter."""
+    if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        return CONFIG["vocab_size"], CONFIG["hidden_size"]
+    if name.endswith("mlp.gate.weight"):
+        return CONFIG["num_experts"], CONFIG["hidden_size"]
+    ends = {"e_score_correction_bias": "num_experts", "gate_bias": "num_attention_heads", "q_norm.weight": "head_dim"}
+    ends |= {"k_norm.weight": "head_dim"}
+    return (CONFIG[next((key for end, key in ends.items() if name.endswith(end)), "hidden_size")],)
+
+
+def make_adapter(config: dict[str, Any], kind: str) -> Tensors:
+    """An adapter that changes only one kind of matrices."""
+    generator = torch.Generator().manual_seed(1)
+    repeated = repeated_tensors(ADAPTER, config)
+    found: Tensors = {}
+    for name, shape in adapter_tensors(ADAPTER, config).items():
+        if name in repeated:
+            continue
+        values = torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if ".lora_A." in name else 0.05)
+        found[name] = (values if ".lora_A." in name or KINDS[kind] in name else 0 * values).bfloat16()
+    return found
+
+
+def merged(weights: Tensors, adapter: Tensors, config: dict[str, Any]) -> Iterable[tuple[str, Tensor]]:
+    repeated = repeated_tensors(ADAPTER, config)
+    deltas = {
+        f"{m.name}.weight": m.scale * adapter[m.b].float() @ adapter[repeated.get(m.a, m.a)].float()
+        for m in adapter_modules(ADAPTER, config)
+    }
+    for name, weight in weights.items():
+        yield name, (weight + deltas[name]).to(weight.dtype) if name in deltas else weight
+
+
+class Served:
+    """An engine in this process with a way to its weights."""
+
+    def __init__(self, folder: Path, logs: Path, adapter: Adapter | None) -> None:
+        self.engine = Engine(
+            EngineSettings(
+                model=str(folder), dtype="bf16", max_model_len=256, max_num_seqs=PROMPTS, max_batched_tokens=512,
+                kv_cache_gib=0.1, gpu_memory_utilization=0.2, seed=0, routing_replay=True, host="127.0.0.1",
+                log_dir=str(logs), name="lora" if adapter else "merged", adapter=adapter,
+            )
+        )  # fmt: skip
+        self.version = 0
+
+    async def start(self) -> None:
+        await self.engine.start()
+        loop, sender = asyncio.get_running_loop(), WeightSender("127.0.0.1", 0, 1, 60.0)
+        joining = asyncio.run_coroutine_threadsafe(self.engine.join_sync("127.0.0.1", sender.port, 1, 2, 60.0), loop)
+        await asyncio.to_thread(sender.connect, [joining])
+        self.sender = sender
+
+    async def load(self, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+        """The checksum of the adapter held afterwards."""
+        loop = asyncio.get_running_loop()
+        await self.engine.begin_update()
+        update = lambda bucket: [asyncio.run_coroutine_threadsafe(self.engine.update(bucket), loop)]  # noqa: E731
+        await asyncio.to_thread(self.sender.send, tensors, 2**22, update)
+        self.version += 1
+        return await self.engine.finish_update(self.version)
+
+    async def firsts(self) -> Firsts:
+        """Of 5 greedy tokens: decode steps run the kernels for few tokens."""
+        generator = torch.Generator().manual_seed(5)
+        draw = lambda: torch.randint(3, CONFIG["vocab_size"], (PROMPT_TOKENS,), generator=generator).tolist()  # noqa: E731
+        asked = [Request(f"r{i}", draw(), i, 5, 0.0) for i in range(PROMPTS)]
+        got = {c.id: c async for c in self.engine.generate(asked)}
+        for request in asked:
+            routes = got[request.id].routes
+            assert routes is not None and routes.shape == (PROMPT_TOKENS + len(got[request.id].token_ids) - 1, 3, 8)
+        ends = [zip(got[r.id].token_ids.tolist(), got[r.id].logp.tolist(), strict=True) for r in asked]
+        return [pair for end in ends for pair in end]
+
+
+async def sample_everything(folder: Path, logs: Path, weights: Tensors) -> dict[str, dict[str, Firsts]]:
+    config = CONFIG
+    found: dict[str, dict[str, Firsts]] = {kind: {} for kind in ("none", *KINDS)}
+    lora, whole = Served(folder, logs, ADAPTER), Served(folder, logs, None)
+    await lora.start()
+    found["none"]["lora"] = await lora.firsts()
+    for kind in KINDS:
+        adapter, watched = make_adapter(config, kind), SentChecksum(ADAPTER, config, torch.bfloat16)
+        held = await lora.load(watched.watch(adapter.items()))
+        assert held == watched.value()
+        found[kind]["lora"] = await lora.firsts()
+    slots = {s.module.rpartition(".")[2]: s.a[2] for s in await lora.engine.adapter_slots()}
+    assert slots["experts"] == 8 and {rank for name, rank in slots.items() if name != "experts"} == {64}
+    await lora.engine.stop()
+    await whole.start()
+    found["none"]["merged"] = await whole.firsts()
+    for kind in KINDS:
+        await whole.load(merged(weights, make_adapter(config, kind), config))
+        found[kind]["merged"] = await whole.firsts()
+    await whole.engine.stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Firsts]]:
+    folder, logs = tmp_path_factory.mktemp("native"), tmp_path_factory.mktemp("native_logs")
+    return asyncio.run(sample_everything(folder, logs, make_checkpoint(folder)))
+
+
+def agreement(one: Firsts, two: Firsts) -> tuple[float, float]:
+    """Share of first tokens that are the same, and the mean |Δlogp| of those."""
+    same = [abs(a[1] - b[1]) for a, b in zip(one[::5], two[::5], strict=True) if a[0] == b[0]]
+    return len(same) / PROMPTS, sum(same) / max(1, len(same))
+
+
+def test_without_an_adapter_the_native_model_is_as_it_was(sampled: dict[str, dict[str, Firsts]]) -> None:
+    assert sampled["none"]["lora"] == sampled["none"]["merged"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapter_of_a_kind_is_the_adapter_merged(kind: str, sampled: dict[str, dict[str, Firsts]]) -> None:
+    share, gap = agreement(sampled[kind]["lora"], sampled[kind]["merged"])
+    without, _ = agreement(sampled[kind]["lora"], sampled["none"]["lora"])
+    print(f"{kind}: the same first tokens with it merged {share:.0%}, |Δlogp| {gap:.3f}; without it {without:.0%}")
+    assert share > 0.85 and gap < 0.25  # BF16 twice: B·A is rounded into the weights of one, and routes flip
+    assert without < 0.5
