@@ -18,6 +18,7 @@ from typing import Any
 
 from beam_rl.engines import Engines
 from beam_rl.errors import InputError
+from beam_rl.interrupts import Interrupted
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
 from beam_rl.step import Display
@@ -45,7 +46,7 @@ class Cluster:
         with contextlib.ExitStack() as stack:
             stack.enter_context(ray_session(self.recipe.cluster.address, self.logs))
             self.engines = stack.enter_context(Engines(self.recipe, self.model_path, self.logs))
-            self.policy = stack.enter_context(Policy(self.recipe, self.model_path))
+            self.policy = stack.enter_context(Policy(self.recipe, self.model_path, self.logs))
             with self.display.phase("starting trainer and engines", once=True):
                 self._wait_ready([*self.policy.starting, *self.engines.starting])
             self.sync = WeightSync(self.policy, self.engines, self.recipe.sync)
@@ -68,7 +69,12 @@ class Cluster:
                     f"cluster.start_timeout_s = {timeout_s:g}: trainer and engines were not ready by then; their logs "
                     f"are in {self.logs}"
                 )
-            ray.get(done)
+            try:
+                ray.get(done)
+            except ray.exceptions.RayActorError:
+                if done[0] in self.policy.starting:
+                    self.policy.wait_ready()  # says which rank, and why
+                raise
 
 
 @contextlib.contextmanager
@@ -115,7 +121,7 @@ def _init(**options: Any) -> None:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit:  # Ray's handler, while it starts
-        raise KeyboardInterrupt from None
+        raise Interrupted(signal.SIGTERM) from None
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
 

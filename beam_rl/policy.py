@@ -18,12 +18,27 @@ from beam_rl.layout import cut_routes, even_out, pad, place_of
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
 from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
+from beam_rl.watch import Rank, RankError, gather
 
 if TYPE_CHECKING:
     from beam_rl.megatron.settings import ExportForm
     from beam_rl.rollout.sync.link import Link
     from beam_rl.rollout.sync.place import Place
     from beam_rl.rollout.sync.transport import WeightSender
+
+# In the words of an error; other methods have names that say it.
+DOING = {
+    "start": "starting",
+    "score": "scoring",
+    "update": "updating",
+    "send_weights": "sending weights",
+    "save": "saving",
+    "stage": "saving",
+    "write": "writing a checkpoint",
+    "load": "loading a checkpoint",
+    "rest": "idle",
+}
+ASIDE, ALIVE = "aside", "alive"  # Ray's concurrency groups: what runs beside the training, and what never returns
 
 
 @dataclass(frozen=True)
@@ -53,11 +68,18 @@ class PolicyWorker:
         self.mini_batches: list[list[MicroBatch]] = []
         self.sender: WeightSender | None = None
 
-    def start(self, model_path: str, settings: Any, world_size: int, master: str) -> None:
-        """Loads the model and joins the other ranks."""
+    def start(self, model_path: str, settings: Any, world_size: int, master: str, log: Path) -> None:
+        """Loads the model and joins the other ranks; what this process prints from now on goes to `log`."""
+        print_to(log)
         from beam_rl.megatron import start_trainer
 
         self.trainer = start_trainer(model_path, settings, self.rank, world_size, master)
+
+    def live(self) -> None:
+        """Never returns: Ray ends the call when the process dies."""
+        import threading
+
+        threading.Event().wait()
 
     def score(self, mini_batches: list[list[MicroBatch]]) -> Scores:
         """Takes over the step's micro-batches and scores them with the current weights."""
@@ -151,6 +173,12 @@ class PolicyWorker:
     def save(self, folder: str) -> None:
         self.trainer.save(Path(folder))
 
+    def stage(self) -> None:
+        self.trainer.stage()
+
+    def write(self, folder: str) -> None:
+        self.trainer.write(Path(folder))
+
     def load(self, folder: str) -> None:
         self.trainer.load(Path(folder))
 
@@ -161,17 +189,21 @@ class PolicyWorker:
 class Policy:
     """All ranks of the trainer, ready once `starting` is done; every method returns when all ranks have done it."""
 
-    def __init__(self, recipe: Recipe, model_path: Path) -> None:
+    def __init__(self, recipe: Recipe, model_path: Path, logs: Path) -> None:
         self.recipe, self.model_path = recipe, model_path
         config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         self.num_experts = config["num_experts"]
         parallel, kinds = recipe.trainer.parallel, config["mlp_layer_types"]
         self.places = [place_of(rank, parallel, kinds) for rank in range(parallel.ranks)]
+        logs = logs.resolve()
+        self.ranks = [Rank(i, place.named(), logs / f"trainer-{i}.log") for i, place in enumerate(self.places)]
+        self.failure: RankError | None = None  # after which no rank can be relied on
 
     def __enter__(self) -> "Policy":
         import ray
 
-        worker: Any = ray.remote(num_cpus=1, num_gpus=share_for(self.recipe))(PolicyWorker)
+        needs = {"num_cpus": 1, "num_gpus": share_for(self.recipe), "concurrency_groups": {ASIDE: 1, ALIVE: 1}}
+        worker: Any = ray.remote(**needs)(PolicyWorker)
         self.workers: list[Any] = [worker.remote(self.recipe.algorithm, rank) for rank in range(len(self.places))]
         start = (
             str(self.model_path),
@@ -179,7 +211,8 @@ class Policy:
             len(self.places),
             f"127.0.0.1:{free_port()}",
         )
-        self.starting = [w.start.remote(*start) for w in self.workers]
+        self.alive = [w.live.options(concurrency_group=ALIVE).remote() for w in self.workers]
+        self.starting = [w.start.remote(*start, rank.log) for w, rank in zip(self.workers, self.ranks, strict=True)]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -189,9 +222,14 @@ class Policy:
             ray.kill(worker)
 
     def wait_ready(self) -> None:
+        self._gather("start", self.starting, self.recipe.cluster.start_timeout_s)
+
+    def check(self) -> None:
+        """For while no rank has anything to do: raises RankError if one has died."""
         import ray
 
-        ray.get(self.starting)
+        if ray.wait(self.alive, timeout=0)[0]:
+            self._gather("rest", self.alive)
 
     def score(self, mini_batches: Sequence[Sequence[Sample]]) -> Scores:
         """Ships the step's samples to the ranks and scores them; `update` then refers to a mini-batch by its index."""
@@ -252,6 +290,15 @@ class Policy:
     def save(self, folder: Path, timeout_s: float | None = None) -> None:
         self._all("save", str(folder), timeout_s=timeout_s)
 
+    def stage(self, timeout_s: float | None = None) -> None:
+        """The first half of `save`: copies what there is to write to the host. Training may go on after it."""
+        self._all("stage", timeout_s=timeout_s)
+
+    def write(self, folder: Path) -> None:
+        """The second half: writes the copies, beside whatever else the ranks are asked for. From any thread."""
+        calls = [w.write.options(concurrency_group=ASIDE).remote(str(folder)) for w in self.workers]
+        self._gather("write", calls)
+
     def load(self, folder: Path) -> None:
         self._all("load", str(folder))
 
@@ -270,10 +317,18 @@ class Policy:
         return self._each(method, [args] * len(self.workers), timeout_s)
 
     def _each(self, method: str, args: Sequence[tuple[Any, ...]], timeout_s: float | None = None) -> list[Any]:
-        import ray
-
+        if self.failure:
+            raise self.failure
         calls = [getattr(w, method).remote(*a) for w, a in zip(self.workers, args, strict=True)]
-        return ray.get(calls, timeout=timeout_s)
+        return self._gather(method, calls, timeout_s)
+
+    def _gather(self, method: str, calls: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        limit_s = self.recipe.trainer.collective_timeout_s
+        try:
+            return gather(calls, self.ranks, DOING.get(method, method.replace("_", " ")), limit_s, timeout_s)
+        except RankError as error:
+            self.failure = error
+            raise
 
 
 def _settings(recipe: Recipe, model_path: Path) -> Any:
@@ -290,10 +345,26 @@ def _settings(recipe: Recipe, model_path: Path) -> Any:
         optimizer=t.optimizer,
         parallel=t.parallel,
         recompute=t.recompute,
+        collective_timeout_s=t.collective_timeout_s,
         chunk_tokens=t.logprob_chunk_tokens,
         adapter=adapter_for(recipe, model_path),
         adapter_folder=start_adapter(recipe),
     )
+
+
+def print_to(log: Path) -> None:
+    """Sends what this process and its children print from now on, last words of a crash included, to `log`."""
+    import faulthandler
+    import os
+    import sys
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    faulthandler.enable(file=2)
 
 
 def free_port() -> int:

@@ -107,7 +107,7 @@ def run_export(path: Path, out: Path, form: "ExportForm | None" = None) -> None:
     chosen = _export_form(form, recipe)
     with Console(0, file=sys.stderr) as console, scratch() as logs:
         model = find_model(recipe, console)
-        with ray_session(recipe.cluster.address, logs), Policy(recipe, model) as policy:
+        with ray_session(recipe.cluster.address, logs), Policy(recipe, model, logs) as policy:
             with console.phase("starting the trainer", once=True):
                 policy.wait_ready()
             with console.phase("exporting", once=True):

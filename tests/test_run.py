@@ -19,6 +19,7 @@ from beam_rl.run import (
     MetricsError,
     Run,
     RunError,
+    SaveError,
     checkpoints,
     read_checkpoint,
     read_metrics,
@@ -364,7 +365,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(small_disk: Path,
         message = ""
         try:
             run.checkpoint(2, WRITERS[kind], {})
-        except RunError as error:  # not kept: PyTorch's writer would keep its deleted file open with it
+        except SaveError as error:  # not kept: PyTorch's writer would keep its deleted file open with it
             message = str(error)
         assert "full" in message and f"the last complete checkpoint is {folder}" in message and "\n" not in message
         assert os.listdir(folder / "checkpoints") == ["step_1"]
@@ -375,13 +376,13 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(small_disk: Path,
 REFUSED = """
 import resource, sys
 from pathlib import Path
-from beam_rl.run import Run, RunError
+from beam_rl.run import Run, SaveError
 run = Run.open(Path(sys.argv[1]), {"checkpoint": {"keep_last": 2, "keep_best": True}})
 run.checkpoint(1, lambda folder: (folder / "x").write_bytes(b"x" * 99), {})
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
 try:
     run.checkpoint(2, lambda folder: (folder / "x").write_bytes(b"x" * 4000), {"note": "y" * 9000})
-except RunError as error:
+except SaveError as error:
     print(error)
 """
 

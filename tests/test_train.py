@@ -56,9 +56,9 @@ def resumed(folder: Path) -> Iterator[Path]:
     """A run that was told to end after step 3, and that went on from there."""
     process = start(folder / "resumed")
     wait_for_step(folder / "resumed", 3, process)
-    process.send_signal(signal.SIGTERM)  # as a scheduler does; Ctrl-C takes the same way
+    process.send_signal(signal.SIGTERM)  # as a scheduler does
     asked = time.monotonic()
-    _, err = finish(process, folder / "resumed", code=130)
+    _, err = finish(process, folder / "resumed", code=0)
     assert time.monotonic() - asked < 30
     assert "interrupted" in err and "--resume" in err
     assert (folder / "resumed" / "checkpoints" / "step_3").exists(), "the last whole step was due to be saved"
@@ -171,7 +171,7 @@ def test_the_export_gives_the_trainers_log_probabilities_in_a_fresh_vllm_and_in_
     requests = [Request(f"r{i}", prompt.token_ids, i, 16, 1.0) for i in range(32)]
     with (
         ray_session("local", tmp_path),
-        Policy(recipe, tiny_folder) as policy,
+        Policy(recipe, tiny_folder, tmp_path) as policy,
         Engines(recipe, exported, tmp_path) as engines,
     ):
         ray.get([*policy.starting, *engines.starting])
@@ -200,7 +200,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(folder):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount)], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
-        _, err = run(mount / "run", "checkpoint.every=1", "logging.wandb=disabled", code=2)
+        _, err = run(mount / "run", "checkpoint.every=1", "logging.wandb=disabled", code=1)
         assert len(err.strip().splitlines()) == 1
         assert ("the disk is full" in err or "as on a full disk" in err) and "step_1" in err
         assert os.listdir(mount / "run" / "checkpoints") == ["step_1"]

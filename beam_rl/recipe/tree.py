@@ -183,6 +183,10 @@ class Trainer(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="in the backward pass compute again: the MLPs and experts (selective), or whole layers"
     )
+    collective_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0,
+        description="for trainer ranks to wait for each other; then the run ends and names the rank that is missing",
+    )
     optimizer: Optimizer = Optimizer()
     parallel: Parallel = Parallel()
 
@@ -204,6 +208,12 @@ class Checkpoint(Section):
     every: Count = Field(10, description="steps between checkpoints; 0: only at the end")
     keep_last: Positive = 2
     keep_best: Switch = Field(True, description="also keep the checkpoint with the best eval score")
+    asynchronous: Switch = Field(
+        True, description="write while training goes on, from a copy in host memory; false: training waits, no copy"
+    )
+    grace_s: Annotated[float, Field(gt=0)] = Field(
+        25.0, description="from a SIGTERM or Ctrl-C until the process must have saved and ended"
+    )
 
 
 class Eval(Section):
