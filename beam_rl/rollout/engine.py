@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from beam_rl.samples import Completion, Request
 
 LOG_TAIL_LINES = 25
 STOP_GRACE_S = 10.0
+WATCH_S = 0.5
 
 
 class EngineStartError(InputError):
@@ -75,6 +76,7 @@ class Engine:
         self.adapter_id = 0  # vLLM's id of the adapter served; 0: the checkpoint alone
         self.llm: Any = None
         self.info: EngineInfo | None = None
+        self.watch: asyncio.Task[None] | None = None
         self.in_flight: set[str] = set()  # vLLM's ids of unfinished requests
         self.update_state = "none"  # "none", "running", or why the weights are no longer one version
         self.next_bucket = 0  # of the update under way
@@ -102,7 +104,16 @@ class Engine:
             child_pids=tuple(compat.child_pids(self.llm)),
             log=str(self.settings.log),
         )
+        self.watch = asyncio.create_task(self._die_with(self.info.child_pids))
         return self.info
+
+    async def _die_with(self, pids: Sequence[int]) -> None:
+        """Ends this process when one of vLLM's has ended: some calls into a dead vLLM would never return."""
+        while not process.ended(pids):
+            await asyncio.sleep(WATCH_S)
+        with self.settings.log.open("a") as log:
+            print(f"a process of vLLM's ({', '.join(map(str, pids))}) has ended, and this engine with it", file=log)
+        os._exit(1)
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Completion]:
         """Samples all requests at once and yields each completion when it is done.
@@ -315,6 +326,8 @@ class Engine:
         """Ends vLLM's processes; returns when they are gone."""
         if self.llm is None or self.info is None:
             return
+        assert self.watch is not None
+        self.watch.cancel()
         self.llm.shutdown()
         process.end(list(self.info.child_pids), STOP_GRACE_S)
         self.llm = None
