@@ -67,18 +67,26 @@ class LiveRun:
 
 
 @contextlib.contextmanager
-def live_run(folder: Path, *overrides: str) -> Iterator[LiveRun]:
+def live_cluster(logs: Path, *overrides: str) -> Iterator[Cluster]:
+    """Trainer and engines, to go through runs with that differ in what the driver alone decides."""
+    recipe = load(TINY, [*SMALL, *overrides])
+    with Cluster(recipe, prepare(recipe, Quiet()).model_path, logs, Quiet()) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def on(cluster: Cluster, folder: Path, *overrides: str, resume: Path | None = None) -> Iterator[LiveRun]:
+    """A run that has begun; its overrides come after those of the cluster."""
     recipe = load(TINY, [*SMALL, *overrides])
     with contextlib.ExitStack() as stack:
-        console = stack.enter_context(Console(0, file=stack.enter_context((folder.parent / "console.txt").open("w"))))
-        inputs = prepare(recipe, Quiet())
-        run = stack.enter_context(Run.open(folder, recipe.model_dump(mode="json")))
+        console = stack.enter_context(Console(0, file=stack.enter_context(open(os.devnull, "w"))))
+        run = stack.enter_context(Run.open(folder, recipe.model_dump(mode="json"), resume))
         report = stack.enter_context(Report(console, run, recipe.logging))
-        cluster = stack.enter_context(Cluster(recipe, inputs.model_path, run.logs, report))
-        loop = Loop(recipe, inputs, run, report, cluster, stack.enter_context(make_verifier(recipe.verifier)))
-        live = LiveRun(loop)
-        loop.begin()
+        verifier = stack.enter_context(make_verifier(recipe.verifier))
+        live = LiveRun(Loop(recipe, prepare(recipe, Quiet()), run, report, cluster, verifier))
+        live.loop.begin()
         yield live
+        live.loop.saver.wait()
 
 
 def while_sampling(live: LiveRun, engine: int, act: Callable[[], None], seed: int) -> threading.Thread:

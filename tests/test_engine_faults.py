@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_run import in_the_next_sync, kill, live_run, while_sampling
+from live_run import in_the_next_sync, kill, live_cluster, on, while_sampling
 
 ROUTER = "model.layers.4.mlp.gate.weight"
 
@@ -12,7 +12,7 @@ ROUTER = "model.layers.4.mlp.gate.weight"
 @pytest.mark.timeout(400)
 def test_engines_killed_while_sampling_and_in_a_sync_cost_time_alone(tiny_folder: Path, tmp_path: Path) -> None:
     overrides = [f"model.path={tiny_folder}", "rollout.engines=2", "rollout.pace=asynchronous"]
-    with live_run(tmp_path / "run", *overrides) as live:
+    with live_cluster(tmp_path / "logs", *overrides) as cluster, on(cluster, tmp_path / "run", *overrides) as live:
         engines = live.loop.engines
         live.step_until(lambda: live.loop.state.step >= 2)
         before = [live.pids(i) for i in (0, 1)]
