@@ -48,8 +48,8 @@ def weights(seed: int = 3) -> dict[str, Tensor]:
 class Peer:
     """One worker. `got` is what has come in the update under way."""
 
-    def __init__(self, join: dict[str, Any]) -> None:
-        self.receiver = BucketReceiver(open_receiver(join, 0, HOST, CPU), CPU)
+    def __init__(self, join: dict[str, Any], device: torch.device = CPU) -> None:
+        self.receiver = BucketReceiver(open_receiver(join, 0, HOST, device), device)
         self.got: dict[str, Tensor] = {}
 
     def begin(self) -> None:
@@ -77,20 +77,23 @@ class Peers:
 
 
 class PeerProcess(Remote):
-    """A peer in its own process, that can be killed."""
+    """A peer in its own process, that can be killed; on a GPU by its index."""
 
-    def __init__(self) -> None:
-        super().__init__(RemotePeer)
+    def __init__(self, gpu: int | None = None) -> None:
+        super().__init__(RemotePeer, gpu)
 
 
 class RemotePeer:
     """What a `PeerProcess` is called for."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: int | None) -> None:
         torch.set_num_threads(1)
+        self.device = CPU if gpu is None else torch.device("cuda", gpu)
+        if gpu is not None:
+            torch.cuda.set_device(self.device)
 
     def join(self, join: dict[str, Any]) -> None:
-        self.peer = Peer(join)
+        self.peer = Peer(join, self.device)
 
     def receive(self, bucket: dict[str, Any]) -> None:
         self.peer.receive(bucket)

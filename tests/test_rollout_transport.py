@@ -16,6 +16,7 @@ from sync_peers import HOST, Open, PeerProcess, Peers, weights
 from torch import Tensor
 
 from beam_rl.errors import InputError
+from beam_rl.rollout.sync.nccl import interface_of
 from beam_rl.rollout.sync.place import Place, choose
 from beam_rl.rollout.sync.shm import ShmReceiver, ShmSender
 from beam_rl.rollout.sync.transport import SyncError
@@ -252,6 +253,12 @@ def test_sender_listens_on_its_own_address_only(open_for: Open) -> None:
     socket.create_connection((HOST, port), timeout=1).close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", port), timeout=1)
+
+
+def test_nccl_listens_at_the_interface_that_has_the_address() -> None:
+    assert interface_of(HOST) == "lo"
+    with pytest.raises(InputError, match="192.0.2.77: no network interface"):
+        interface_of("192.0.2.77")
 
 
 def test_transport_follows_from_the_places() -> None:
