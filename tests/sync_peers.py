@@ -49,12 +49,13 @@ class Peer:
     """One worker. `got` is what has come in the update under way."""
 
     def __init__(self, join: dict[str, Any], device: torch.device = CPU) -> None:
-        self.receiver = BucketReceiver(open_receiver(join, 0, HOST, device), device)
-        self.got: dict[str, Tensor] = {}
+        self.device = device
+        self.receiver = BucketReceiver(open_receiver(join, 0, HOST, device))
+        self.begin()
 
     def begin(self) -> None:
-        self.receiver.begin()
-        self.got = {}
+        self.receiver.begin(self.device)
+        self.got: dict[str, Tensor] = {}
 
     def receive(self, bucket: dict[str, Any]) -> None:
         self.got.update(self.receiver.receive(bucket))
