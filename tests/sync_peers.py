@@ -23,13 +23,19 @@ Open = Callable[..., WeightSender]
 
 @pytest.fixture
 def open_for() -> Iterator[Open]:
-    """Opens senders for engines of one worker each, and closes them after the test."""
+    """Opens senders for engines of so many workers each, and closes them after the test."""
     opened = []
 
     def open_for(
-        transport: str, engines: int, deadline_s: float = 20, checksums: bool = True, device: torch.device = CPU
+        transport: str,
+        engines: int,
+        deadline_s: float = 20,
+        checksums: bool = True,
+        device: torch.device = CPU,
+        workers: int = 1,
     ) -> WeightSender:
-        opened.append(open_sender(Link(transport, BUCKET_BYTES, deadline_s, checksums, HOST), [1] * engines, device))
+        link = Link(transport, BUCKET_BYTES, deadline_s, checksums, HOST)
+        opened.append(open_sender(link, [workers] * engines, device))
         return opened[-1]
 
     yield open_for
@@ -48,9 +54,9 @@ def weights(seed: int = 3) -> dict[str, Tensor]:
 class Peer:
     """One worker. `got` is what has come in the update under way."""
 
-    def __init__(self, join: dict[str, Any], device: torch.device = CPU) -> None:
+    def __init__(self, join: dict[str, Any], device: torch.device = CPU, worker: int = 0) -> None:
         self.device = device
-        self.receiver = BucketReceiver(open_receiver(join, 0, HOST, device))
+        self.receiver = BucketReceiver(open_receiver(join, worker, HOST, device))
         self.begin()
 
     def begin(self) -> None:

@@ -6,13 +6,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sync_peers import HOST, Open, PeerProcess, Peers, weights
+from sync_peers import CPU, HOST, Open, Peer, PeerProcess, Peers, weights
 from torch import Tensor
 
 from beam_rl.errors import InputError
@@ -42,6 +42,27 @@ def test_every_receiver_gets_every_tensor_bit_for_bit_twice(transport: str, open
         assert stats.buckets == 10 and stats.bytes == sum(t.nbytes for t in weights().values())
         for peer in peers.peers:
             assert_has(peer.got, weights(seed))
+
+
+@both
+def test_every_worker_of_an_engine_gets_every_tensor_and_the_engine_answers_for_all(
+    transport: str, open_for: Open
+) -> None:
+    sender = open_for(transport, engines=2, workers=2)
+    with ThreadPoolExecutor(4) as threads:
+        places = [(engine, worker) for engine in range(2) for worker in range(2)]
+        joining = [threads.submit(Peer, sender.join_infos()[engine], CPU, worker) for engine, worker in places]
+        sender.connect()
+        peers = [call.result(10) for call in joining]
+
+        def update(engine: int, bucket: dict[str, Any]) -> None:
+            for peer in peers[2 * engine :][:2]:
+                peer.receive(bucket)
+
+        queues = [ThreadPoolExecutor(1) for _ in range(2)]  # an engine takes its calls one after the other
+        sender.send(weights().items(), lambda bucket: [q.submit(update, i, bucket) for i, q in enumerate(queues)])
+    for peer in peers:
+        assert_has(peer.got, weights())
 
 
 @both
