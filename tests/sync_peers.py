@@ -71,6 +71,7 @@ class Peers:
     """Peers in threads, one each, joined to a sender."""
 
     def __init__(self, sender: WeightSender) -> None:
+        self.sender = sender
         self.threads = [ThreadPoolExecutor(1) for _ in sender.workers]
         joining = [t.submit(Peer, join) for t, join in zip(self.threads, sender.join_infos(), strict=True)]
         sender.connect(joining)
@@ -111,3 +112,16 @@ class RemotePeer:
 
     def got(self) -> dict[str, Any]:
         return {name: tensor.float().tolist() for name, tensor in self.peer.got.items()}
+
+
+class RemoteSender:
+    """A sender for one engine, to be killed in its process."""
+
+    def __init__(self, transport: str) -> None:
+        self.sender = open_sender(Link(transport, BUCKET_BYTES, 30, True, HOST), [1], CPU)
+
+    def join_info(self) -> dict[str, Any]:
+        return self.sender.join_infos()[0]
+
+    def connect(self) -> None:
+        self.sender.connect()

@@ -1,4 +1,4 @@
-"""Buckets over CUDA IPC (one GPU) and NCCL (two, some three): receivers in processes that get killed or hang."""
+"""Buckets over CUDA IPC, pinned shared memory (one GPU) and NCCL (two or three), to processes that die or hang."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def assert_takes(sender: WeightSender, processes: list[PeerProcess], seed: int) 
     assert all(p.call("got").result(30) == wanted for p in processes)
 
 
-@pytest.mark.parametrize(("transport", "gpus"), [("ipc", (0, 0)), ("nccl", (1,)), ("nccl", (1, 2))])
+@pytest.mark.parametrize(("transport", "gpus"), [("ipc", (0, 0)), ("shm", (0,)), ("nccl", (1,)), ("nccl", (1, 2))])
 @pytest.mark.parametrize("checksums", [False, True])
 def test_every_receiver_gets_every_tensor_bit_for_bit(
     open_for: Open, start: Start, transport: str, gpus: tuple[int, ...], checksums: bool
