@@ -23,13 +23,19 @@ Open = Callable[..., WeightSender]
 
 @pytest.fixture
 def open_for() -> Iterator[Open]:
-    """Opens senders for engines of one worker each, and closes them after the test."""
+    """Opens senders for engines of so many workers each, and closes them after the test."""
     opened = []
 
     def open_for(
-        transport: str, engines: int, deadline_s: float = 20, checksums: bool = True, device: torch.device = CPU
+        transport: str,
+        engines: int,
+        deadline_s: float = 20,
+        checksums: bool = True,
+        device: torch.device = CPU,
+        workers: int = 1,
     ) -> WeightSender:
-        opened.append(open_sender(Link(transport, BUCKET_BYTES, deadline_s, checksums, HOST), [1] * engines, device))
+        link = Link(transport, BUCKET_BYTES, deadline_s, checksums, HOST)
+        opened.append(open_sender(link, [workers] * engines, device))
         return opened[-1]
 
     yield open_for
@@ -48,13 +54,14 @@ def weights(seed: int = 3) -> dict[str, Tensor]:
 class Peer:
     """One worker. `got` is what has come in the update under way."""
 
-    def __init__(self, join: dict[str, Any]) -> None:
-        self.receiver = BucketReceiver(open_receiver(join, 0, HOST, CPU), CPU)
-        self.got: dict[str, Tensor] = {}
+    def __init__(self, join: dict[str, Any], device: torch.device = CPU, worker: int = 0) -> None:
+        self.device = device
+        self.receiver = BucketReceiver(open_receiver(join, worker, HOST, device))
+        self.begin()
 
     def begin(self) -> None:
-        self.receiver.begin()
-        self.got = {}
+        self.receiver.begin(self.device)
+        self.got: dict[str, Tensor] = {}
 
     def receive(self, bucket: dict[str, Any]) -> None:
         self.got.update(self.receiver.receive(bucket))
@@ -64,6 +71,7 @@ class Peers:
     """Peers in threads, one each, joined to a sender."""
 
     def __init__(self, sender: WeightSender) -> None:
+        self.sender = sender
         self.threads = [ThreadPoolExecutor(1) for _ in sender.workers]
         joining = [t.submit(Peer, join) for t, join in zip(self.threads, sender.join_infos(), strict=True)]
         sender.connect(joining)
@@ -77,20 +85,23 @@ class Peers:
 
 
 class PeerProcess(Remote):
-    """A peer in its own process, that can be killed."""
+    """A peer in its own process, that can be killed; on a GPU by its index."""
 
-    def __init__(self) -> None:
-        super().__init__(RemotePeer)
+    def __init__(self, gpu: int | None = None) -> None:
+        super().__init__(RemotePeer, gpu)
 
 
 class RemotePeer:
     """What a `PeerProcess` is called for."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: int | None) -> None:
         torch.set_num_threads(1)
+        self.device = CPU if gpu is None else torch.device("cuda", gpu)
+        if gpu is not None:
+            torch.cuda.set_device(self.device)
 
     def join(self, join: dict[str, Any]) -> None:
-        self.peer = Peer(join)
+        self.peer = Peer(join, self.device)
 
     def receive(self, bucket: dict[str, Any]) -> None:
         self.peer.receive(bucket)
@@ -101,3 +112,16 @@ class RemotePeer:
 
     def got(self) -> dict[str, Any]:
         return {name: tensor.float().tolist() for name, tensor in self.peer.got.items()}
+
+
+class RemoteSender:
+    """A sender for one engine, to be killed in its process."""
+
+    def __init__(self, transport: str) -> None:
+        self.sender = open_sender(Link(transport, BUCKET_BYTES, 30, True, HOST), [1], CPU)
+
+    def join_info(self) -> dict[str, Any]:
+        return self.sender.join_infos()[0]
+
+    def connect(self) -> None:
+        self.sender.connect()

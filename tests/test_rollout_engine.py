@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,11 +16,18 @@ import torch
 from rollout_fixtures import EOS, VOCABULARY, Engines, Reference, RunningEngine
 from safetensors.torch import load_file
 
+from beam_rl.engines import Engines as AllEngines
+from beam_rl.engines import Slot
+from beam_rl.policy import Policy
+from beam_rl.recipe.load import load
 from beam_rl.rollout.sync.link import Link, open_sender
 from beam_rl.rollout.sync.transport import Announce, SyncError, SyncStats, WeightSender
 from beam_rl.samples import Completion, Request
+from beam_rl.sync import WeightSync
 
 pytest_plugins = ["rollout_fixtures"]
+
+TINY = Path(__file__).parents[1] / "recipes" / "tiny_cpu.yaml"
 
 LOGP_TOLERANCE = 1e-5
 
@@ -288,11 +296,36 @@ def test_engine_that_cannot_start_says_why_in_its_own_words_and_can_be_started_a
     assert "layers.1.self_attn.q_norm.weight" in message
 
 
-def test_killed_engine_leaves_no_process(engines: Engines) -> None:
-    children = [psutil.Process(pid) for pid in engines.bf16.info.child_pids]
+def test_engine_killed_in_a_sync_is_named_at_once_leaves_no_process_and_the_other_gets_the_weights(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = load(TINY, ["sync.bucket_bytes=65536", "sync.deadline_s=60"])
+    killed, other = engines.bf16, engines.fp32
+    children = [psutil.Process(pid) for pid in killed.info.child_pids]
     assert children and all(child.is_running() for child in children)
-    os.kill(engines.bf16.info.pid, signal.SIGKILL)
-    assert psutil.wait_procs(children, timeout=5)[1] == []
+    all_engines = AllEngines(recipe, checkpoints["old"], tmp_path)
+    all_engines.slots = [Slot(i, e.actor, None, "serving") for i, e in enumerate((other, killed))]
+    with Policy(recipe, checkpoints["old"], tmp_path) as policy:
+        policy.wait_ready()
+        way = WeightSync(policy, all_engines, recipe.sync)
+        way.load(version=20)
+        deaths: list[float] = []
+
+        def kill() -> None:
+            os.kill(killed.info.pid, signal.SIGKILL)
+            deaths.append(time.monotonic())
+
+        threading.Timer(0.5, kill).start()
+        with pytest.raises(SyncError, match="engine 1") as failed:
+            for version in range(21, 200):  # one after the other, so that the kill finds one under way
+                way.load(version)
+        assert failed.value.engines == (1,) and time.monotonic() - deaths[0] < 10
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+        way.load(200, engines=[0])
+    whole = load_file(checkpoints["old"] / "model.safetensors")
+    for name in whole:
+        np.testing.assert_array_equal(other.call("weight", name), whole[name].numpy(), err_msg=name)
+    assert other.sample(requests(1, prompt=4, response=4, seed=20))["20-0"].version == 200
 
 
 def test_stopped_engine_leaves_no_process(engines: Engines) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from beam_rl.parity.compare import Side, compare
 from beam_rl.rollout.engine import Engine, EngineInfo
 from beam_rl.rollout.launch import EngineSettings
 from beam_rl.rollout.sync.link import Link, open_sender
-from beam_rl.rollout.sync.transport import SyncStats
+from beam_rl.rollout.sync.transport import SyncError, SyncStats
 from beam_rl.samples import Completion, Request
 
 pytest_plugins = ["rollout_fixtures"]
@@ -285,6 +286,33 @@ def test_wrong_adapter_is_refused_in_a_line_and_the_version_before_it_is_served_
     assert engine.call("adapter_checksum") == held
     for name, done in engine.sample(asked).items():
         assert done.logp.tobytes() == before[name].logp.tobytes() and done.version == sync.version
+
+
+@pytest.mark.parametrize("how", ["damaged", "cut off"])
+def test_sync_that_fails_half_way_leaves_the_adapter_before_it_serving(
+    engine: RunningEngine, adapters: dict[str, Tensors], sync: Syncs, how: str
+) -> None:
+    held, _ = sync(adapters["one"])
+    asked = requests(4, prompt=8, response=8, seed=10)
+    before = engine.sample(asked)
+
+    def announce(bucket: dict[str, Any]) -> list[Future]:
+        if how == "damaged" and bucket["number"] == 3:
+            sync.sender.end.buffers[bucket["slot"]][bucket["nbytes"] // 2] ^= 1
+        return [engine.actor.update.remote(bucket).future()]
+
+    engine.call("begin_update")
+    if how == "damaged":
+        with pytest.raises(SyncError, match="bucket 3 .*: engine 0 failed: .*bucket 3 arrived damaged"):
+            sync.sender.send(adapters["two"].items(), announce)
+    else:
+        sync.sender.send(list(adapters["two"].items())[:40], announce)
+        engine.call("abandon_update")  # as when another engine has died
+    assert engine.call("adapter_checksum") == held
+    for name, done in engine.sample(asked).items():
+        assert done.logp.tobytes() == before[name].logp.tobytes() and done.version == sync.version
+    after, sent = sync(adapters["two"])
+    assert after == sent != held
 
 
 def test_checksum_differs_with_any_bit_and_is_of_the_adapter_held(

@@ -6,16 +6,18 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sync_peers import HOST, Open, PeerProcess, Peers, weights
+from sync_peers import CPU, HOST, Open, Peer, PeerProcess, Peers, RemoteSender, weights
 from torch import Tensor
 
+from beam_rl.bench.remote import Remote
 from beam_rl.errors import InputError
+from beam_rl.rollout.sync.nccl import interface_of
 from beam_rl.rollout.sync.place import Place, choose
 from beam_rl.rollout.sync.shm import ShmReceiver, ShmSender
 from beam_rl.rollout.sync.transport import SyncError
@@ -41,6 +43,27 @@ def test_every_receiver_gets_every_tensor_bit_for_bit_twice(transport: str, open
         assert stats.buckets == 10 and stats.bytes == sum(t.nbytes for t in weights().values())
         for peer in peers.peers:
             assert_has(peer.got, weights(seed))
+
+
+@both
+def test_every_worker_of_an_engine_gets_every_tensor_and_the_engine_answers_for_all(
+    transport: str, open_for: Open
+) -> None:
+    sender = open_for(transport, engines=2, workers=2)
+    with ThreadPoolExecutor(4) as threads:
+        places = [(engine, worker) for engine in range(2) for worker in range(2)]
+        joining = [threads.submit(Peer, sender.join_infos()[engine], CPU, worker) for engine, worker in places]
+        sender.connect()
+        peers = [call.result(10) for call in joining]
+
+        def update(engine: int, bucket: dict[str, Any]) -> None:
+            for peer in peers[2 * engine :][:2]:
+                peer.receive(bucket)
+
+        queues = [ThreadPoolExecutor(1) for _ in range(2)]  # an engine takes its calls one after the other
+        sender.send(weights().items(), lambda bucket: [q.submit(update, i, bucket) for i, q in enumerate(queues)])
+    for peer in peers:
+        assert_has(peer.got, weights())
 
 
 @both
@@ -196,16 +219,25 @@ def test_killed_receiver_is_named_at_once_and_the_survivor_takes_the_next_sync(t
             p.stop()
 
 
-def test_receiver_whose_sender_dies_ends_at_once(open_for: Open) -> None:
-    sender = open_for("gloo", engines=1, deadline_s=30)
-    peers = Peers(sender)
-    waiting = peers.submit(0, peers.peers[0].receiver.end.receive, 0, 100, 30.0)
-    time.sleep(0.2)
-    start = time.monotonic()
-    sender.close()  # what the kernel does to a killed process's sockets
-    with pytest.raises(SyncError, match="nothing came from the trainer"):
-        waiting.result(10)
-    assert time.monotonic() - start < 5
+@both
+def test_receiver_whose_sender_is_killed_is_free_at_once_for_another(transport: str, open_for: Open) -> None:
+    process = Remote(RemoteSender, transport)
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(Peer, process.call("join_info").result(30))
+        process.call("connect").result(30)
+        peer = joining.result(10)
+        waiting = thread.submit(peer.receiver.end.receive, 0, 100, 30.0) if transport == "gloo" else None
+        time.sleep(0.2)
+        start = time.monotonic()
+        process.stop()
+        if waiting is not None:  # nobody waits for shared memory
+            with pytest.raises(SyncError, match="nothing came from the trainer"):
+                waiting.result(10)
+        assert time.monotonic() - start < 5
+    again = Peers(open_for(transport, engines=1))
+    peer.receiver.end = again.peers[0].receiver.end
+    again.sender.send(weights(5).items(), lambda bucket: [again.submit(0, peer.receive, bucket)])
+    assert_has(peer.got, weights(5))
 
 
 def test_engine_that_waits_for_the_others_to_join_is_let_go_when_one_cannot(open_for: Open) -> None:
@@ -228,8 +260,8 @@ def test_engine_that_waits_for_the_others_to_join_is_let_go_when_one_cannot(open
 
 def test_shared_memory_has_no_name_that_could_stay_behind() -> None:
     before = set(Path("/dev/shm").iterdir())
-    sender = ShmSender(4096)
-    view = ShmReceiver(sender.join_info())
+    sender = ShmSender(4096, CPU)
+    view = ShmReceiver(sender.join_info(), CPU)
     sender.buffers[1][:3] = 7
     assert set(Path("/dev/shm").iterdir()) == before
     assert view.receive(1, 3, 1.0).tolist() == [7, 7, 7]
@@ -238,12 +270,12 @@ def test_shared_memory_has_no_name_that_could_stay_behind() -> None:
 
 
 def test_shared_memory_of_a_sender_that_is_gone_or_another_is_refused() -> None:
-    sender = ShmSender(4096)
+    sender = ShmSender(4096, CPU)
     join = sender.join_info()
     with pytest.raises(SyncError, match="shared memory: process 4194305: No such file"):
-        ShmReceiver(join | {"pid": 2**22 + 1})  # beyond Linux's largest process id
+        ShmReceiver(join | {"pid": 2**22 + 1}, CPU)  # beyond Linux's largest process id
     with pytest.raises(SyncError, match="is another one"):
-        ShmReceiver(join | {"segments": [[fd, inode + 1, size] for fd, inode, size in join["segments"]]})
+        ShmReceiver(join | {"segments": [[fd, inode + 1, size] for fd, inode, size in join["segments"]]}, CPU)
 
 
 def test_sender_listens_on_its_own_address_only(open_for: Open) -> None:
@@ -252,6 +284,12 @@ def test_sender_listens_on_its_own_address_only(open_for: Open) -> None:
     socket.create_connection((HOST, port), timeout=1).close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", port), timeout=1)
+
+
+def test_nccl_listens_at_the_interface_that_has_the_address() -> None:
+    assert interface_of(HOST) == "lo"
+    with pytest.raises(InputError, match="192.0.2.77: no network interface"):
+        interface_of("192.0.2.77")
 
 
 def test_transport_follows_from_the_places() -> None:
@@ -263,8 +301,7 @@ def test_transport_follows_from_the_places() -> None:
     assert choose("auto", first, [first, first]) == "ipc"
     assert choose("auto", first, [second, third]) == "nccl"
     assert choose("shm", first, [second, third]) == "shm"
-    with pytest.raises(InputError, match="sync.transport = auto: ipc needs all engines on the GPU"):
-        choose("auto", first, [first, second])
+    assert choose("auto", first, [first, second]) == "shm"
     with pytest.raises(InputError, match="sync.transport = shm: needs trainer and engines on one machine"):
         choose("shm", here, [there])
     for asked in ("ipc", "nccl"):

@@ -137,13 +137,13 @@ class Receiver:
         from beam_rl.rollout.sync.link import open_receiver
         from beam_rl.rollout.sync.receiver import BucketReceiver
 
-        self.ends[key] = BucketReceiver(open_receiver(join, 0, HOST, self.device), self.device)
+        self.ends[key] = BucketReceiver(open_receiver(join, 0, HOST, self.device))
 
     def leave(self, key: str) -> None:
         self.ends.pop(key).close()
 
     def begin(self, key: str) -> None:
-        self.ends[key].begin()
+        self.ends[key].begin(self.device)
 
     def receive(self, key: str, bucket: dict[str, Any]) -> None:
         deque(self.ends[key].receive(bucket), maxlen=0)  # each tensor is gone before the next is made

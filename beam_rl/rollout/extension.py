@@ -63,7 +63,7 @@ class Extension:
             if adapter is None:
                 raise RuntimeError("this engine was started without an adapter")
             self.adapter = HeldAdapter(adapter, config.to_dict(), self.model_runner)
-        self.weight_transfer_engine.begin()
+        self.weight_transfer_engine.begin(torch.device("cpu"))  # vLLM keeps it there, beside the slot
         self.staged = self.adapter.stage()
 
     def receive_adapter(self, bucket: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ def _sender_end(link: Link, workers: int, device: torch.device) -> SenderEnd:
         case "shm":
             from beam_rl.rollout.sync.shm import ShmSender
 
-            return ShmSender(size)
+            return ShmSender(size, device)
         case "gloo":
             from beam_rl.rollout.sync.gloo import GlooSender
 
@@ -56,7 +56,7 @@ def open_receiver(join: dict[str, Any], worker: int, local_host: str, device: to
         case "shm":
             from beam_rl.rollout.sync.shm import ShmReceiver
 
-            return ShmReceiver(join)
+            return ShmReceiver(join, device)
         case "gloo":
             from beam_rl.rollout.sync.gloo import GlooReceiver
 

@@ -28,8 +28,8 @@ def here(device: torch.device) -> Place:
 def choose(asked: str, sender: Place, workers: Sequence[Place]) -> str:
     """The transport for `sync.transport = asked`; InputError if that can't work between these places.
 
-    On one GPU CUDA IPC, between GPUs NCCL, which refuses two processes on one; on CPUs shared memory within a machine,
-    Gloo between machines.
+    All on one GPU: CUDA IPC. All on GPUs of their own: NCCL, which refuses two processes on one. Else, and on CPUs: shared
+    memory within a machine, Gloo between machines.
     """
     machines = {place.machine for place in workers}
     gpus = [sender.gpu, *(w.gpu for w in workers)]
@@ -41,11 +41,6 @@ def choose(asked: str, sender: Place, workers: Sequence[Place]) -> str:
         "gloo": True,
     }
     if asked == "auto":
-        if on_gpus and not (possible["ipc"] or possible["nccl"]):
-            raise InputError(
-                "sync.transport = auto: ipc needs all engines on the GPU of the first trainer rank, nccl each worker on a "
-                "GPU of its own, and here it is neither; change the placement or use shm or gloo"
-            )
         return next(name for name, works in possible.items() if works)
     if not possible[asked]:
         needs = {

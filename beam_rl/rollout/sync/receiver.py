@@ -22,16 +22,15 @@ class ReceiverEnd(Protocol):
 
 
 class BucketReceiver:
-    """`begin` comes before each update. Tensors come out on `device`."""
+    """`begin` comes before each update."""
 
-    def __init__(self, end: ReceiverEnd, device: torch.device) -> None:
-        self.end, self.device = end, device
-        self.begin()
+    def __init__(self, end: ReceiverEnd) -> None:
+        self.end = end
 
-    def begin(self) -> None:
-        """Forgets what is left of an update before."""
-        self.expected = 0
-        self.assembler = Assembler(self.device)
+    def begin(self, device: torch.device) -> None:
+        """Forgets what is left of an update before. The tensors of this one come out on `device`."""
+        self.expected, self.device = 0, device
+        self.assembler = Assembler(device)
 
     def receive(self, metadata: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """The tensors that a bucket completes. `metadata` is what the sender announced."""
@@ -40,8 +39,9 @@ class BucketReceiver:
             raise SyncError(f"weight bucket {bucket.number} came in the place of {self.expected}")
         data = self.end.receive(metadata["slot"], bucket.nbytes, metadata["deadline_s"])
         yield from self.assembler.tensors(bucket, data)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the copies out of the buffer
+        for device in (data.device, self.device):
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # the copies out of the buffer
         self.expected += 1
 
     def close(self) -> None:

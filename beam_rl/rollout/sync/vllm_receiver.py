@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -47,19 +48,21 @@ class WeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self.shutdown()
-        end = open_receiver(init_info.join, self.parallel_config.rank, init_info.local_host, self.device)
-        self.receiver = BucketReceiver(end, self.device)
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank  # of those of this engine
+        end = open_receiver(init_info.join, worker, init_info.local_host, self.device)
+        self.receiver = BucketReceiver(end)
 
     def start_weight_update(self) -> None:
-        self.begin()
+        self.begin(self.device)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         self.model.load_weights(self.receive_tensors(update_info.bucket))
 
-    def begin(self) -> None:
-        """Starts with the first bucket of an update."""
-        self._joined().begin()
+    def begin(self, device: torch.device) -> None:
+        """Starts with the first bucket of an update, whose tensors will be on `device`."""
+        self._joined().begin(device)
         self.received = set()
 
     def receive_tensors(self, bucket: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
