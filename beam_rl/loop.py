@@ -150,7 +150,7 @@ class Loop:
         with step.phase("waiting for the engines", "hold"):
             self.rollouts.hold()
         with step.phase("syncing", "sync"), held():
-            step.log(sync_metrics(self.weights.load(version=step.number)))
+            step.log(sync_metrics(self.weights.bring(step.number)))
 
     def check_engines(self) -> None:
         """Trainer and engines agree on a few responses before anything is built on them."""

@@ -22,6 +22,9 @@ from beam_rl.watch import Rank, RankError, gather
 
 if TYPE_CHECKING:
     from beam_rl.megatron.settings import ExportForm
+    from beam_rl.rollout.sync.link import Link
+    from beam_rl.rollout.sync.place import Place
+    from beam_rl.rollout.sync.transport import WeightSender
 
 # In the words of an error; other methods have names that say it.
 DOING = {
@@ -63,6 +66,7 @@ class PolicyWorker:
     def __init__(self, algorithm: Algorithm, rank: int) -> None:
         self.algorithm, self.rank = algorithm, rank
         self.mini_batches: list[list[MicroBatch]] = []
+        self.sender: WeightSender | None = None
 
     def start(self, model_path: str, settings: Any, world_size: int, master: str, log: Path) -> None:
         """Loads the model and joins the other ranks; what this process prints from now on goes to `log`."""
@@ -121,31 +125,50 @@ class PolicyWorker:
             peaks["memory/gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
         return peaks
 
-    def open_sync(self, host: str, engine_ranks: int, deadline_s: float) -> int:
-        """Opens the weight-sync group and returns the port where the engines join it."""
-        from beam_rl.rollout.sync.transport import WeightSender
+    def sync_place(self) -> "Place":
+        """Where this rank is, for the choice of a transport."""
+        from beam_rl.rollout.sync.place import here
 
-        self.sender = WeightSender(host, 0, engine_ranks, deadline_s)
-        return self.sender.port
+        return here(self.trainer.device)
+
+    def open_sync(self, link: "Link", workers: list[int]) -> list[dict[str, Any]]:
+        """Opens the way to engines of `workers[i]` workers each, in the place of an earlier one; what each has to know."""
+        from beam_rl.rollout.sync.link import open_sender
+
+        self.close_sync()
+        self.sender = open_sender(link, workers, self.trainer.device)
+        return self.sender.join_infos()
 
     def connect_sync(self, joining: list[Any]) -> None:
-        """Returns when every engine has joined; `joining` are the engines' own calls."""
+        """Returns when every engine has joined; `joining` are the engines' own calls. Raises SyncError."""
+        assert self.sender is not None
         self.sender.connect([ref.future() for ref in joining])
 
-    def send_weights(self, engines: Sequence[Any], bucket_bytes: int) -> Sent:
-        """Streams the adapter or all weights to the engines; every rank takes part in gathering, rank 0 sends."""
+    def close_sync(self) -> None:
+        """Gives back what the sync holds, if there is one."""
+        if self.sender is not None:
+            self.sender.close()
+        self.sender = None
+
+    def send_weights(self, engines: Sequence[Any]) -> Sent:
+        """Streams the adapter or all weights to the engines; every rank takes part in gathering, rank 0 sends.
+
+        Raises SyncError on rank 0, once the other ranks are through with gathering too.
+        """
         tensors = self.trainer.sync_tensors()
-        if self.rank != 0:
+        watch = self.trainer.sent_checksum()
+        try:
+            if self.rank != 0:
+                return Sent()
+            assert self.sender is not None
+            stats = self.sender.send(
+                watch.watch(tensors) if watch else tensors,
+                lambda bucket: [e.update.remote(bucket).future() for e in engines],
+            )
+            return Sent(stats.bytes, stats.buckets, watch.value() if watch else None)
+        finally:
             for _ in tensors:
                 pass
-            return Sent()
-        watch = self.trainer.sent_checksum()
-        stats = self.sender.send(
-            watch.watch(tensors) if watch else tensors,
-            bucket_bytes,
-            lambda bucket: [e.update.remote(bucket).future() for e in engines],
-        )
-        return Sent(stats.bytes, stats.buckets, watch.value() if watch else None)
 
     def save(self, folder: str) -> None:
         self.trainer.save(Path(folder))
@@ -239,21 +262,30 @@ class Policy:
         ranks = self._all("peak_memory")
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
-    def open_sync(self, host: str, engine_ranks: int, deadline_s: float) -> int:
-        """Opens rank 0's end of the weight sync; the port where the engines join it."""
+    def sync_place(self) -> Any:
+        """Asks rank 0, which sends the weights, where it is; the unfinished call."""
+        return self.workers[0].sync_place.remote()
+
+    def open_sync(self, link: "Link", workers: list[int]) -> list[dict[str, Any]]:
+        """Opens rank 0's end of a weight sync with engines of so many workers each; what each needs to join it."""
         import ray
 
-        return ray.get(self.workers[0].open_sync.remote(host, engine_ranks, deadline_s))
+        return ray.get(self.workers[0].open_sync.remote(link, workers))
 
     def connect_sync(self, joining: list[Any]) -> None:
-        """Returns when all of the engines' calls `joining` have arrived at rank 0."""
+        """Returns when all of the engines' calls `joining` have arrived at rank 0. Raises SyncError."""
         import ray
 
         ray.get(self.workers[0].connect_sync.remote(joining))
 
-    def send_weights(self, engines: Sequence[Any], bucket_bytes: int) -> Sent:
-        """Streams what the policy trains to the engines' actors."""
-        return self._all("send_weights", engines, bucket_bytes)[0]
+    def close_sync(self) -> None:
+        import ray
+
+        ray.get(self.workers[0].close_sync.remote())
+
+    def send_weights(self, engines: Sequence[Any]) -> Sent:
+        """Streams what the policy trains to the engines' actors. Raises SyncError."""
+        return self._all("send_weights", engines)[0]
 
     def save(self, folder: Path, timeout_s: float | None = None) -> None:
         self._all("save", str(folder), timeout_s=timeout_s)

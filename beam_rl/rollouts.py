@@ -152,13 +152,18 @@ class Asynchronous(Synchronous):
         return rollout
 
     def _choose(self, number: int) -> list[int] | None:
-        """Positions of the groups for step `number`: those that no later step may take, then the oldest; None: wait."""
-        due = [p for p, born in self._born.items() if born + self._staleness < number]
+        """Positions of the groups for step `number`: the oldest that are finished; None: wait.
+
+        A batch has to leave so few old groups behind that the steps after it can take each of them in time.
+        """
         rounds = self.recipe.algorithm.dynamic_sampling.max_rounds
-        enough = len(self._ready) >= self._size or self._dropped >= rounds * self._size
-        if not enough or any(p not in self._ready for p in due):
+        if len(self._ready) < self._size and self._dropped < rounds * self._size:
             return None
-        return sorted(self._ready, key=lambda p: self._born[p])[: self._size]
+        chosen = sorted(self._ready, key=lambda p: self._born[p])[: self._size]
+        left = sorted(born for p, born in self._born.items() if p not in chosen)
+        last_steps = [born + self._staleness + 1 for born in left]
+        in_time = all(last > number + i // self._size for i, last in enumerate(last_steps))
+        return chosen if in_time else None
 
     async def _fill(self) -> None:
         """Begins as many groups as the staleness allows."""
@@ -208,7 +213,7 @@ class Asynchronous(Synchronous):
             await self._changed.wait_for(lambda: self._failure or not self._sampling)
 
     async def _go_on(self, version: int) -> None:
-        self._version, self._going = version, True
+        self._version, self._taken, self._going = version, max(self._taken, version), True  # a resumed run: not from 0
         await self._note()
         await self._fill()
 

@@ -21,7 +21,8 @@ from beam_rl.parity import reference as parity
 from beam_rl.parity.compare import Side, compare
 from beam_rl.rollout.engine import Engine, EngineInfo
 from beam_rl.rollout.launch import EngineSettings
-from beam_rl.rollout.sync.transport import SyncStats, WeightSender
+from beam_rl.rollout.sync.link import Link, open_sender
+from beam_rl.rollout.sync.transport import SyncStats
 from beam_rl.samples import Completion, Request
 
 pytest_plugins = ["rollout_fixtures"]
@@ -105,8 +106,9 @@ class Syncs:
 
     def __init__(self, engine: RunningEngine, adapter: Adapter, config: dict[str, Any], dtype: torch.dtype) -> None:
         self.engine, self.adapter, self.config, self.dtype, self.version = engine, adapter, config, dtype, 0
-        self.sender = WeightSender("127.0.0.1", 0, engine_ranks=1, deadline_s=20)
-        self.sender.connect([engine.actor.join_sync.remote("127.0.0.1", self.sender.port, 1, 2, 20.0).future()])
+        link = Link("shm", 16 * 1024, deadline_s=20, checksums=True, host="127.0.0.1")
+        self.sender = open_sender(link, [1], torch.device("cpu"))
+        self.sender.connect([engine.actor.join_sync.remote(self.sender.join_infos()[0]).future()])
         self.stats: SyncStats
 
     def __call__(self, tensors: Tensors) -> tuple[str, str]:
@@ -117,7 +119,7 @@ class Syncs:
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
         self.engine.call("begin_update")
         announce = lambda bucket: [self.engine.actor.update.remote(bucket).future()]  # noqa: E731
-        self.stats = self.sender.send(tensors, 16 * 1024, announce)
+        self.stats = self.sender.send(tensors, announce)
         held = self.engine.call("finish_update", self.version + 1)
         self.version += 1
         return held

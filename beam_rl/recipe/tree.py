@@ -192,8 +192,16 @@ class Trainer(Section):
 
 
 class Sync(Section):
-    bucket_bytes: Positive = 256 * 2**20
-    deadline_s: Annotated[float, Field(gt=0)] = 300.0
+    transport: Literal["auto", "shm", "gloo", "ipc", "nccl"] = Field(
+        "auto",
+        description="shm: shared memory of one machine; gloo: CPUs of several; ipc: one GPU; nccl: separate GPUs; auto: by "
+        "where trainer and engines are",
+    )
+    bucket_bytes: Positive = Field(256 * 2**20, description="two of these buffers are filled and sent in turn")
+    deadline_s: Annotated[float, Field(gt=0, description="of every operation of a sync")] = 300.0
+    checksums: Switch | None = Field(
+        None, description="verify every bucket's bytes on arrival; null: on CPU transports, not on a GPU's"
+    )
 
 
 class Checkpoint(Section):
