@@ -9,11 +9,13 @@ disturbed. Exits 1 where something was lost.
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,7 @@ TINY = ROOT / "recipes" / "tiny_cpu.yaml"
 SMALL = [
     "trainer.parallel.dp=2",
     "trainer.deterministic=true",
+    "trainer.collective_timeout_s=60",
     "rollout.prompts_per_step=8",
     "data.train.limit=20",  # an epoch ends in the middle of a step
     "checkpoint.every=1",
@@ -63,9 +66,11 @@ class Case:
 def cases(rng: random.Random) -> list[Case]:
     """What kills a trainer, a save or a driver. Each falls into the second step after its start."""
 
-    def rank(call: str, moment: str, up_to_s: float, says: str, nth: int = 2) -> Case:
+    def rank(call: str, moment: str, up_to_s: float, says: str, nth: int = 2, signal: str = "SIGKILL") -> Case:
         victim = f"rank {rng.randrange(2)}"
-        return Case(moment, Strike(f"beam_rl.policy:Policy.{call}", nth, victim, rng.uniform(0, up_to_s)), 1, says)
+        return Case(
+            moment, Strike(f"beam_rl.policy:Policy.{call}", nth, victim, rng.uniform(0, up_to_s), signal), 1, says
+        )
 
     def driver(at: str, moment: str, signal: str, up_to_s: float, code: int, nth: int = 2) -> Case:
         return Case(moment, Strike(at, nth, "driver", rng.uniform(0, up_to_s), signal), code)
@@ -82,7 +87,32 @@ def cases(rng: random.Random) -> list[Case]:
         driver("beam_rl.sampling:sample_groups", "sampling", "SIGTERM", 0.2, 0),
         driver("beam_rl.policy:Policy.update", "updating", "SIGTERM", 0.1, 0, nth=3),
         driver("beam_rl.saver:Saver.save", "saving", "SIGTERM", 0.2, 0),
+        rank("update", "updating", 0.15, "did not go on", nth=4, signal="SIGSTOP"),
     ]
+
+
+def verifiers(rng: random.Random) -> Iterator[Kill]:
+    """All workers of a pool at once, at their start or at work: every answer has its one right verdict."""
+    from beam_rl.verifiers import VerifierPool, VerifyItem
+
+    answers = [str(n) for n in range(4, 7)] * 40 + [rf"\frac{{{n}}}{{7}}" for n in range(60)]
+    items = [VerifyItem(rf"\boxed{{{answer}}}", "5", "stop") for answer in answers]
+    right = [float(answer in ("5", r"\frac{35}{7}")) for answer in answers]
+    for moment, name in (("starting", "SIGKILL"), ("judging", "SIGKILL"), ("judging", "SIGSTOP")):
+        with VerifierPool(workers=2, timeout_s=2.0) as pool:
+            usual, begun = 0.0, time.monotonic()
+            if moment == "judging":
+                pool.score(items)  # which includes the start
+                begun = time.monotonic()
+                pool.score(items)
+                usual, begun = time.monotonic() - begun, time.monotonic()
+            for worker in pool._workers:
+                delay_s = rng.uniform(0, 0.1)
+                threading.Timer(delay_s, worker.process.send_signal, [signal.Signals[name]]).start()
+            verdicts = pool.score(items)
+            took = time.monotonic() - begun - usual
+        assert [v.score for v in verdicts] == right and not any(v.error or v.timed_out for v in verdicts)
+        yield Kill("verifier, both workers", moment, name, "goes on", "nothing", max(0.0, took))
 
 
 def chain(cases: Sequence[Case], folder: Path, recipe: Sequence[str] = ()) -> list[Kill]:
@@ -175,7 +205,7 @@ def table(kills: Sequence[Kill]) -> str:
 
 def main(write: bool, seed: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        kills = chain(cases(random.Random(seed)), Path(folder))
+        kills = [*chain(cases(random.Random(seed)), Path(folder)), *verifiers(random.Random(seed))]
     text = table(kills)
     print(text)
     if write:
