@@ -232,21 +232,21 @@ class Loop:
         try:
             yield
         except BaseException as error:
-            unsaved = self.state.settled and self.state.step not in (0, self.saved)
             with contextlib.suppress(Exception):  # the first error is the one to tell
-                self.save_if(unsaved, timeout_s=time_left(SAVE_ON_EXIT_S))
                 self.saver.wait(time_left(SAVE_ON_EXIT_S))
-            latest = self.run.latest()
-            if isinstance(error, Interrupted) and self.state.step != (latest.step if latest else 0):
+            with contextlib.suppress(Exception):
+                self.save_if(self.state.settled and self.state.step != self.kept(), time_left(SAVE_ON_EXIT_S))
+                self.saver.wait(time_left(SAVE_ON_EXIT_S))
+            if isinstance(error, Interrupted) and self.state.step != self.kept():
                 error.lost = "not every step could be saved"
-            self.report.warn(f"cut short in step {self.state.step + 1}: {self.what_is_kept()}")
+            goes_on = f"goes on after step {self.kept()}" if self.kept() else "starts anew: nothing is saved yet"
+            self.report.warn(f"cut short in step {self.state.step + 1}: --resume {goes_on}")
             raise
 
-    def what_is_kept(self) -> str:
+    def kept(self) -> int:
+        """The step of the last complete checkpoint; 0: none."""
         latest = self.run.latest()
-        return (
-            f"--resume goes on after step {latest.step}" if latest else "nothing is saved yet, and --resume starts anew"
-        )
+        return latest.step if latest else 0
 
 
 def learning_rate(updates: int, recipe: Recipe) -> float:

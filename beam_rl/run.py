@@ -78,7 +78,8 @@ class Run:
         self.resumed = resumed  # the checkpoint to load before the first step; None: start from the beginning
         self.set_aside = set_aside  # where a run lies that had no checkpoint to go on from
         self._lock = lock
-        self._last_step = resumed.step if resumed else -1
+        # Of a run that was interrupted after an update, the checkpoint's own step has not been reported yet.
+        self._last_step = max((line["step"] for line in read_metrics(folder)), default=-1)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
         self._handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 import torch.distributed.checkpoint as dcp
 from crew import all_gone, crew, ranks, wait_for
@@ -13,7 +14,7 @@ from beam_rl.cluster import ray_session
 from beam_rl.recipe.tree import Checkpoint
 from beam_rl.run import Run, SaveError, checkpoints
 from beam_rl.saver import Saver
-from beam_rl.watch import RankError
+from beam_rl.watch import Rank, RankError, operation_of, verdict
 
 LIMIT_S = 4.0
 RECIPE = {"checkpoint": {"keep_last": 5, "keep_best": False}}
@@ -110,3 +111,38 @@ def test_a_rank_killed_while_it_writes_a_checkpoint_leaves_the_one_before(
         assert [c.step for c in checkpoints(run.folder)] == [1]
         assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_1"]
     assert all_gone(processes)
+
+
+def rank(number: int, folder: Path, log: str = "") -> Rank:
+    path = folder / f"trainer-{number}.log"
+    path.write_text(log)
+    return Rank(number, f"dp {number}", path)
+
+
+WATCHDOG = (
+    "[rank0]:[E ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=93, "
+    "OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600027 milliseconds before timing out.\n"
+)
+
+
+def test_of_ranks_that_nccl_ended_the_one_that_kept_them_waiting_is_named(tmp_path: Path) -> None:
+    ranks = [rank(0, tmp_path, WATCHDOG), rank(1, tmp_path)]
+    line = str(verdict({0: ray.exceptions.ActorDiedError()}, [ranks[1]], ranks, "updating", 600.0))
+    assert line.startswith("trainer rank 1 (dp 1) did not go on at ")
+    assert "while updating: trainer rank 0 (dp 0) waited 600 s in ALLREDUCE; its log is" in line
+
+
+def test_a_crash_in_native_code_is_told_by_the_ranks_last_words(tmp_path: Path) -> None:
+    log = "Fatal Python error: Segmentation fault\n\nThread 0x00007f (most recent call first):\n  ...\n"
+    ranks = [rank(0, tmp_path), rank(1, tmp_path, log)]
+    failures = {0: RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")}
+    line = str(verdict(failures | {1: ray.exceptions.ActorDiedError()}, [], ranks, "scoring", 600.0))
+    assert line.startswith("trainer rank 1 (dp 1) died at ") and "while scoring: Segmentation fault; its log" in line
+
+
+def test_a_ranks_own_error_is_told_rather_than_what_it_did_to_the_others(tmp_path: Path) -> None:
+    ranks = [rank(0, tmp_path), rank(1, tmp_path)]
+    closed = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+    mine = FloatingPointError("the loss is not finite")
+    assert operation_of(mine) is None
+    assert verdict({0: closed, 1: mine}, [], ranks, "updating", 600.0) is mine

@@ -205,6 +205,17 @@ def test_resume_restores_state_and_forgets_later_steps(folder: Path) -> None:
     assert "started" in log and "resumed from" in log
 
 
+def test_a_checkpoints_step_that_was_not_reported_yet_is_reported_after_the_resume(folder: Path) -> None:
+    with Run.open(folder, RECIPE) as run:
+        save(run, 1)
+        run.checkpoint(2, lambda folder: write_weights(folder, 2), {})
+    with Run.open(folder, RECIPE, "auto") as run:
+        run.log_metrics(2, {"reward/mean": 0.2})
+        with pytest.raises(MetricsError, match="metrics of step 2 after those of step 2"):
+            run.log_metrics(2, {"reward/mean": 0.2})
+    assert logged(folder) == [1, 2]
+
+
 def test_adapters_of_lost_steps_and_removed_checkpoints_go_too(folder: Path) -> None:
     def write(target: Path) -> None:
         (target / "adapter_model.safetensors").write_text("x")
