@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from beam_rl.gpus import share_for
 from beam_rl.inputs import adapter_for, start_adapter
 from beam_rl.layout import cut_routes, even_out, pad, place_of
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
 from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
+from beam_rl.seats import Seats, unreserved
 
 if TYPE_CHECKING:
+    from beam_rl.megatron.offload import Offload, OnGpu
     from beam_rl.megatron.settings import ExportForm
 
 
@@ -48,6 +49,7 @@ class PolicyWorker:
     def __init__(self, algorithm: Algorithm, rank: int) -> None:
         self.algorithm, self.rank = algorithm, rank
         self.mini_batches: list[list[MicroBatch]] = []
+        self.offload: Offload | None = None
 
     def start(self, model_path: str, settings: Any, world_size: int, master: str) -> None:
         """Loads the model and joins the other ranks."""
@@ -125,6 +127,14 @@ class PolicyWorker:
         )
         return Sent(stats.bytes, stats.buckets, watch.value() if watch else None)
 
+    def put_on_gpu(self, what: "OnGpu") -> int:
+        """Moves the rest of the trainer's state to host memory; the bytes copied."""
+        if self.offload is None:
+            from beam_rl.megatron.offload import Offload
+
+            self.offload = Offload(self.trainer.held())
+        return self.offload.put(what)
+
     def save(self, folder: str) -> None:
         self.trainer.save(Path(folder))
 
@@ -138,8 +148,9 @@ class PolicyWorker:
 class Policy:
     """All ranks of the trainer, ready once `starting` is done; every method returns when all ranks have done it."""
 
-    def __init__(self, recipe: Recipe, model_path: Path) -> None:
-        self.recipe, self.model_path = recipe, model_path
+    def __init__(self, recipe: Recipe, model_path: Path, seats: Seats | None = None) -> None:
+        """seats: where the ranks run; None: anywhere."""
+        self.recipe, self.model_path, self.seats = recipe, model_path, seats
         config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         self.num_experts = config["num_experts"]
         parallel, kinds = recipe.trainer.parallel, config["mlp_layer_types"]
@@ -148,13 +159,15 @@ class Policy:
     def __enter__(self) -> "Policy":
         import ray
 
-        worker: Any = ray.remote(num_cpus=1, num_gpus=share_for(self.recipe))(PolicyWorker)
-        self.workers: list[Any] = [worker.remote(self.recipe.algorithm, rank) for rank in range(len(self.places))]
+        seats, worker = self.seats or unreserved(self.recipe), ray.remote(PolicyWorker)
+        self.workers: list[Any] = [
+            worker.options(**seat.options).remote(self.recipe.algorithm, rank) for rank, seat in enumerate(seats.ranks)
+        ]
         start = (
             str(self.model_path),
             _settings(self.recipe, self.model_path),
             len(self.places),
-            f"127.0.0.1:{free_port()}",
+            seats.meeting_point(),
         )
         self.starting = [w.start.remote(*start) for w in self.workers]
         return self
@@ -217,6 +230,10 @@ class Policy:
         """Streams what the policy trains to the engines' actors."""
         return self._all("send_weights", engines, bucket_bytes)[0]
 
+    def put_on_gpu(self, what: "OnGpu") -> int:
+        """What of the trainer's state is on the GPUs from now on, the rest in host memory; the bytes copied by all."""
+        return sum(self._all("put_on_gpu", what))
+
     def save(self, folder: Path, timeout_s: float | None = None) -> None:
         self._all("save", str(folder), timeout_s=timeout_s)
 
@@ -262,12 +279,3 @@ def _settings(recipe: Recipe, model_path: Path) -> Any:
         adapter=adapter_for(recipe, model_path),
         adapter_folder=start_adapter(recipe),
     )
-
-
-def free_port() -> int:
-    """A TCP port on the loopback that nobody listens on now."""
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

@@ -11,7 +11,7 @@ from beam_rl.engines import Engines
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Sync
 
-HOST = "127.0.0.1"  # trainer and engines are on one machine
+HOST = "127.0.0.1"  # where all are on one machine
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class SyncReport:
 class WeightSync:
     """The way from the trainer's ranks to the engines; its group of processes is opened with the first sync."""
 
-    def __init__(self, policy: Policy, engines: Engines, settings: Sync) -> None:
-        self.policy, self.engines, self.settings = policy, engines, settings
+    def __init__(self, policy: Policy, engines: Engines, settings: Sync, host: str = HOST) -> None:
+        """host: the address of the trainer's first rank, that the engines reach it at."""
+        self.policy, self.engines, self.settings, self.host = policy, engines, settings, host
         self._connected = False
 
     def mend(self, version: int) -> None:
@@ -58,5 +59,5 @@ class WeightSync:
     def _connect(self) -> None:
         """Joins the trainer's first rank and every engine into one group."""
         deadline_s, size = self.settings.deadline_s, len(self.engines.actors) + 1
-        port = self.policy.open_sync(HOST, size - 1, deadline_s)
-        self.policy.connect_sync(self.engines.join_sync(HOST, port, size, deadline_s))
+        port = self.policy.open_sync(self.host, size - 1, deadline_s)
+        self.policy.connect_sync(self.engines.join_sync(self.host, port, size, deadline_s))

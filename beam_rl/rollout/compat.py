@@ -52,6 +52,57 @@ def register_transfer_engine(name: str, module: str, cls: str) -> None:
         WeightTransferEngineFactory.register_engine(name, module, cls)
 
 
+def own_layers(runner: Any) -> range:
+    """The global numbers of the layers that this worker has: all, or those of its pipeline stage."""
+    model = runner.get_model().model
+    return range(model.start_layer, model.end_layer)
+
+
+def tensor_rank() -> int:
+    """This worker's place among its tensor-parallel neighbours."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()
+
+
+def has_stages() -> bool:
+    """Whether this worker's engine is pipeline-parallel."""
+    from vllm.distributed import get_pp_group
+
+    return get_pp_group().world_size > 1
+
+
+def whole(shard: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor of this shape of which each tensor-parallel worker has a shard; all of them call it.
+
+    Raises RuntimeError where workers should have the same shard (as of few KV heads) and have not.
+    """
+    from vllm.distributed import get_tp_group
+
+    cut = [dim for dim, size in enumerate(shape) if shard.shape[dim] != size]
+    if not cut:
+        return shard
+    (dim,) = cut
+    group = get_tp_group()
+    parts = group.all_gather(shard.contiguous(), dim).chunk(group.world_size, dim)
+    copies = group.world_size * shard.shape[dim] // shape[dim]
+    if any(not torch.equal(part, parts[i // copies * copies]) for i, part in enumerate(parts)):
+        raise RuntimeError(f"workers that share a shard of a {shape} tensor hold different ones")
+    return torch.cat(parts[::copies], dim)
+
+
+async def on_workers(llm: Any, method: str, *args: Any) -> list[Any]:
+    """The replies of all of an engine's workers: replica by replica, stage by stage, tensor rank by tensor rank.
+
+    Gap (0.32): `AsyncLLM.collective_rpc` asks every data-parallel replica and returns the first one's replies.
+    """
+    core = llm.engine_core
+    if len(core.core_engines) == 1:
+        return await llm.collective_rpc(method, args=args)
+    replicas = await core.call_utility_all_async("collective_rpc", method, None, args, None)
+    return [reply for replies in replicas for reply in replies]
+
+
 def keep_plain_weights(*layers: Any) -> None:
     """Makes vLLM's CPU linears keep their weight and call `F.linear`.
 

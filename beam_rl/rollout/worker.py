@@ -25,7 +25,7 @@ class CpuWorker(CPUWorker):
         extra: Any = self.vllm_config.additional_config
         if extra.get(RECORD_ROUTES):
             config = self.vllm_config.model_config.hf_config
-            layers = sum(kind == "sparse" for kind in config.mlp_layer_types)
+            layers = sum(config.mlp_layer_types[i] == "sparse" for i in compat.own_layers(self.model_runner))
             tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
             self.recorder = RouteRecorder(layers, config.num_experts_per_tok, config.num_experts, tokens)
             self.route_layers = compat.capture_routes(self.model_runner.get_model(), self.recorder.hook)
@@ -47,10 +47,15 @@ class CpuWorker(CPUWorker):
             return super().sample_tokens(grammar_output)
 
     def take_routes(self, request_ids: list[str]) -> list[Any]:
-        """[bytes, rows of each request]: the finished requests' routes end to end, then forgotten."""
+        """[layers, bytes, rows of each request]: the finished requests' routes end to end, then forgotten.
+
+        Of this worker's MoE layers, by their global numbers. Tensor-parallel neighbours route alike: the first one tells.
+        """
         assert self.recorder is not None
         routes = [self.recorder.take(request_id) for request_id in request_ids]
-        return [b"".join(r.tobytes() for r in routes), [len(r) for r in routes]]
+        if compat.tensor_rank() > 0:
+            return [[], b"", []]
+        return [self.route_layers, b"".join(r.tobytes() for r in routes), [len(r) for r in routes]]
 
     def drop_routes(self, request_ids: list[str]) -> None:
         """Forgets aborted requests."""
