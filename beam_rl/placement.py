@@ -25,6 +25,11 @@ class Shelf:
     engine: int | None = None
 
 
+def for_pace(pace: str) -> Placement:
+    """What goes with a pace: turns on the same GPUs where one waits for the other anyway."""
+    return "colocated" if pace == "synchronous" else "disaggregated"
+
+
 def place(
     placement: Placement, ranks: int, engines: int, workers: int, nodes: Sequence[int], unit: str = "GPU"
 ) -> list[Shelf]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from beam_rl.errors import InputError
-from beam_rl.placement import Shelf, place
+from beam_rl.placement import Shelf, for_pace, place
 from beam_rl.recipe.tree import Recipe
 
 LOOPBACK = "127.0.0.1"
@@ -63,7 +63,8 @@ def reserved(recipe: Recipe) -> Iterator[Seats]:
     sizes = [int(node["Resources"].get(unit, 0)) for node in nodes]
     ranks, engines, workers = recipe.trainer.parallel.ranks, recipe.rollout.engines, recipe.rollout.parallel.workers
     name = "GPU" if unit == "GPU" else "CPU slot"
-    shelves = place(recipe.cluster.resolved_placement(recipe.rollout.pace), ranks, engines, workers, sizes, name)
+    placement = recipe.cluster.placement or for_pace(recipe.rollout.pace)
+    shelves = place(placement, ranks, engines, workers, sizes, name)
     group = placement_group(
         [_bundle(shelf, unit) for shelf in shelves],
         bundle_label_selector=[{NODE_LABEL: nodes[shelf.node]["NodeID"]} for shelf in shelves],

@@ -52,9 +52,23 @@ def test_consecutive_ranks_are_on_one_node_and_an_engine_never_on_two() -> None:
 @pytest.mark.parametrize(
     ("placement", "ranks", "engines", "workers", "nodes", "message"),
     [
-        ("disaggregated", 1, 1, 1, [1], r"cluster.placement = disaggregated: .* have their own and need 2 GPUs; Ray has 1$"),
+        (
+            "disaggregated",
+            1,
+            1,
+            1,
+            [1],
+            r"cluster.placement = disaggregated: .* have their own and need 2 GPUs; Ray has 1$",
+        ),
         ("colocated", 8, 1, 8, [4, 4], r"share them and need 8 GPUs, the 8 of an engine on one node; Ray has 4 \+ 4$"),
-        ("colocated", 1, 2, 1, [1], r"trainer.parallel and rollout.engines = 2 of 1 \(rollout.parallel\) .* need 2 GPUs"),
+        (
+            "colocated",
+            1,
+            2,
+            1,
+            [1],
+            r"trainer.parallel and rollout.engines = 2 of 1 \(rollout.parallel\) .* need 2 GPUs",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(

@@ -237,10 +237,6 @@ class Cluster(Section):
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(600.0, description="until trainer and engines are ready")
 
-    def resolved_placement(self, pace: str) -> Placement:
-        """The placement, or what goes with the pace."""
-        return self.placement or ("colocated" if pace == "synchronous" else "disaggregated")
-
 
 class Parity(Section):
     prompts: Positive = Field(4, description="prompts to sample one response each, which trainer and engine then score")

@@ -4,6 +4,7 @@ Written for vLLM 0.32 (CPU) and 0.33 (GPU); `check_version` refuses others in on
 fault; tests/test_rollout_compat.py fails on the day a fault is gone.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -56,6 +57,33 @@ def own_layers(runner: Any) -> range:
     """The global numbers of the layers that this worker has: all, or those of its pipeline stage."""
     model = runner.get_model().model
     return range(model.start_layer, model.end_layer)
+
+
+def fork_workers() -> None:
+    """Lets a CPU engine's core fork its workers, which then have vLLM imported already.
+
+    vLLM (0.32) spawns them on a CPU, to bind each one's threads to cores before they are made; nothing is bound here. It
+    forks them on a GPU. Where vLLM is started inside a Ray actor, the core itself is spawned all the same.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+
+def make_stage_buffer(runner: Any) -> None:
+    """Gives a later pipeline stage the buffer that it gets its inputs in.
+
+    Fault (0.32, CPU): only the warm-up makes it, which is left out for an eager model with a KV cache of given size: the
+    stage dies with its first step (`GPUModelRunner.sync_and_gather_intermediate_tensors`).
+    """
+    from vllm.distributed import get_pp_group
+
+    if get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
+        return
+    runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
 
 
 def tensor_rank() -> int:
@@ -181,6 +209,7 @@ class SlotView:
             raise RuntimeError("routing replay needs a full-attention layer: no KV-cache group keeps every token")
         self.group = full[0]
         self.block_size = self.table.block_size
+        self.taken_away: dict[str, Any] = {}  # the block ids that preempted requests had
         self.slots = runner.kv_cache_config.num_blocks * groups[self.group].kv_cache_spec.block_size
 
     @property
@@ -192,13 +221,25 @@ class SlotView:
         return self.table.slot_mapping.gpu[:tokens]
 
     def of_request(self, request_id: str) -> Tensor | None:
-        """(tokens − 1,) slots of all tokens of a request but the last sampled one; None if the runner lacks it."""
-        row = self.runner.input_batch.req_id_to_index.get(request_id)
-        if row is None:
+        """(tokens − 1,) slots of all tokens of a request but the last sampled one; None if the runner lacks it.
+
+        A pipeline stage but the last is not told that token. A request that sits out a step, as they do in pipelines, is
+        not in the runner's batch, and not in its block table.
+        """
+        from vllm.distributed import get_pp_group
+
+        request = self.runner.requests.get(request_id)
+        if request is None or request.block_ids is self.taken_away.get(request_id):
             return None
-        positions = torch.arange(self.runner.requests[request_id].num_tokens - 1)
-        blocks = torch.from_numpy(self.table.block_table.np[row]).long()
+        positions = torch.arange(request.num_tokens - int(get_pp_group().is_last_rank))
+        blocks = torch.tensor(request.block_ids[self.group])
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def preempt(self, request_ids: Iterable[str]) -> None:
+        """Notes that these requests' slots go to others; they get new ones when they are run again."""
+        held = self.runner.requests
+        self.taken_away = {name: blocks for name, blocks in self.taken_away.items() if name in held}
+        self.taken_away |= {name: held[name].block_ids for name in request_ids if name in held}
 
     def has_request(self, request_id: str) -> bool:
         return request_id in self.runner.requests
