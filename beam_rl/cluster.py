@@ -21,8 +21,10 @@ from beam_rl.errors import InputError
 from beam_rl.interrupts import Interrupted
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
+from beam_rl.seats import reserved
 from beam_rl.step import Display
 from beam_rl.sync import WeightSync
+from beam_rl.turns import Turns
 
 # Ray reads these when it is imported, so they stand before that.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # or every worker rebuilds the environment of `uv run`
@@ -35,7 +37,8 @@ SOCKET_PATH_LIMIT = 40  # characters of the folder: Ray puts Unix sockets some 6
 class Cluster:
     """The trainer's ranks and the engines of one run, as a context: whatever happens inside, all processes end.
 
-    The two start at the same time; `policy`, `engines` and the `sync` between them are ready when the context is entered.
+    The two start at the same time, or one after the other where they share GPUs. `policy`, `engines`, the `sync` and the
+    `turns` between them are ready when the context is entered.
     """
 
     def __init__(self, recipe: Recipe, model_path: Path, logs: Path, display: Display) -> None:
@@ -44,12 +47,19 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         with contextlib.ExitStack() as stack:
-            stack.enter_context(ray_session(self.recipe.cluster.address, self.logs))
-            self.engines = stack.enter_context(Engines(self.recipe, self.model_path, self.logs))
-            self.policy = stack.enter_context(Policy(self.recipe, self.model_path, self.logs))
+            stack.enter_context(ray_session(self.recipe.cluster.address, self.logs, slots_of(self.recipe)))
             with self.display.phase("starting trainer and engines", once=True):
+                seats = stack.enter_context(reserved(self.recipe))
+                engines = Engines(self.recipe, self.model_path, self.logs, seats)
+                self.engines = engines if seats.shared_gpus else stack.enter_context(engines)
+                self.policy = stack.enter_context(Policy(self.recipe, self.model_path, self.logs, seats))
+                if seats.shared_gpus:  # vLLM takes its memory at its start
+                    self._wait_ready(self.policy.starting)
+                    self.policy.put_on_gpu("nothing")
+                    stack.enter_context(engines)
                 self._wait_ready([*self.policy.starting, *self.engines.starting])
-            self.sync = WeightSync(self.policy, self.engines, self.recipe.sync)
+            self.turns = Turns(self.policy, self.engines, seats.shared_gpus)
+            self.sync = WeightSync(self.policy, self.engines, self.recipe.sync, seats.ranks[0].host)
             self._stack = stack.pop_all()
         return self
 
@@ -78,10 +88,12 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def ray_session(address: str, logs: Path) -> Iterator[None]:
+def ray_session(address: str, logs: Path, slots: int = 0) -> Iterator[None]:
     """Ray, started on this machine's loopback for `local`, else joined; shut down at the end.
 
     A Ray that this process is connected to already is used, and left as it is.
+
+    slots: CPU slots that the run needs at least; they are not cores.
     """
     if address == "local":
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for "listen on the loopback alone"
@@ -100,7 +112,7 @@ def ray_session(address: str, logs: Path) -> Iterator[None]:
     folder = _short_folder(logs)
     try:
         _init(
-            num_cpus=max(16, os.cpu_count() or 1),  # slots, not cores: on a CPU trainer and engine take turns
+            num_cpus=max(16, os.cpu_count() or 1, slots),
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
@@ -111,6 +123,11 @@ def ray_session(address: str, logs: Path) -> Iterator[None]:
         ray.shutdown()
         _keep_worker_logs(folder, logs / "ray")
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def slots_of(recipe: Recipe) -> int:
+    """One for each rank and each engine's worker."""
+    return recipe.trainer.parallel.ranks + recipe.rollout.engines * recipe.rollout.parallel.workers
 
 
 def _init(**options: Any) -> None:

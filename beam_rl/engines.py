@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from beam_rl.gpus import share_for
 from beam_rl.inputs import adapter_for
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Completion, Request
+from beam_rl.seats import Seats, unreserved
 
 POLL_S = 0.2
 WATCH_S = 5.0  # between two looks at an engine that is sampling
@@ -56,8 +56,9 @@ class Counters:
 class Engines:
     """All engines of a run as a context; they serve once `starting` is done and the first sync has given them weights."""
 
-    def __init__(self, recipe: Recipe, model_path: Path, logs: Path) -> None:
-        self.recipe, self.model_path, self.logs = recipe, model_path, logs
+    def __init__(self, recipe: Recipe, model_path: Path, logs: Path, seats: Seats | None = None) -> None:
+        """seats: where the engines run; None: anywhere."""
+        self.recipe, self.model_path, self.logs, self.seats = recipe, model_path, logs, seats
         self.slots: list[Slot] = []
         self.version: int | None = None  # what every serving engine serves
         self.counters = Counters()
@@ -67,6 +68,7 @@ class Engines:
         self._over: Exception | None = None  # why nobody is answered any more
 
     def __enter__(self) -> "Engines":
+        self.seats = self.seats or unreserved(self.recipe)
         threading.Thread(target=self._loop.run_forever, name="engines", daemon=True).start()
         self.slots = [Slot(i, *self._new(i)) for i in range(self.recipe.rollout.engines)]
         self.submit(self._watch())
@@ -280,11 +282,13 @@ class Engines:
         slot.state = "starting"
         slot.actor, slot.starting = self._new(slot.index)
 
-    async def _ask(self, slot: Slot, method: str) -> None:
+    async def _ask(self, slot: Slot, method: str, *args: Any) -> None:
         """A short call that an engine answers or is lost."""
         actor = slot.actor
         try:
-            await asyncio.wait_for(_awaited(getattr(actor, method).remote()), self.recipe.rollout.engine_deadline_s)
+            await asyncio.wait_for(
+                _awaited(getattr(actor, method).remote(*args)), self.recipe.rollout.engine_deadline_s
+            )
         except Exception as error:
             self._lost_or_raise(slot, actor, error if str(error) else TimeoutError(f"no answer to {method}"))
 
@@ -326,6 +330,30 @@ class Engines:
 
         self._wait(forget())
 
+    def each(self, method: str, *args: Any) -> None:
+        """Has every engine do it, one that is starting when it has started; one that is lost meanwhile in its new form.
+
+        For when nothing is being sampled.
+        """
+        done: set[Any] = set()
+        while todo := [slot for slot in self.slots if slot.actor not in done]:
+            self._await_starts()
+            actors = [slot.actor for slot in todo]
+
+            async def ask(slots: list[Slot] = todo) -> None:
+                await asyncio.gather(*(self._ask(slot, method, *args) for slot in slots))
+
+            self._wait(ask())
+            done |= {actor for slot, actor in zip(todo, actors, strict=True) if slot.actor is actor}
+
+    def _await_starts(self) -> None:
+        """Returns when no engine is starting. EnginesLost when one does not start again."""
+        import ray
+
+        while starting := [slot.starting for slot in self.slots if slot.state == "starting"]:
+            ray.wait(starting, num_returns=len(starting), timeout=self.recipe.cluster.start_timeout_s)
+            self.fresh()
+
     def probe(self, token_ids: list[int], routes: Any, temperature: float) -> Records:
         """One sequence through the first engine, every sub-layer recorded (`rollout.engine.Engine.probe`)."""
         import ray
@@ -341,16 +369,16 @@ class Engines:
 
         from beam_rl.rollout.engine import Engine
 
-        share = share_for(self.recipe)
-        actor: Any = ray.remote(num_cpus=1, num_gpus=share, max_concurrency=10_000)(Engine).remote(
-            self._settings(index)
-        )
+        assert self.seats is not None
+        actor: Any = ray.remote(Engine).options(max_concurrency=10_000, **self.seats.engines[index].options)
+        actor = actor.remote(self._settings(index))
         return actor, actor.start.remote()
 
     def _settings(self, index: int) -> Any:
         from beam_rl.rollout.launch import EngineSettings
 
-        r = self.recipe.rollout
+        assert self.seats is not None
+        r, seat = self.recipe.rollout, self.seats.engines[index]
         return EngineSettings(
             model=str(self.model_path),
             dtype=self.recipe.trainer.precision,
@@ -361,10 +389,13 @@ class Engines:
             gpu_memory_utilization=r.gpu_memory_utilization,
             seed=self.recipe.seed,
             routing_replay=r.routing_replay,
-            host="127.0.0.1",
+            host=seat.host,
             log_dir=str(self.logs),
             name=f"engine-{index}",
             adapter=adapter_for(self.recipe, self.model_path),
+            parallel=r.parallel,
+            devices=seat.devices,
+            sleeps=self.seats.shared_gpus,
         )
 
 

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from beam_rl.gpus import share_for
 from beam_rl.inputs import adapter_for, start_adapter
 from beam_rl.layout import cut_routes, even_out, pad, place_of
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
 from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
+from beam_rl.seats import Seats, unreserved
 from beam_rl.watch import Rank, RankError, gather
 
 if TYPE_CHECKING:
+    from beam_rl.megatron.offload import Offload, OnGpu
     from beam_rl.megatron.settings import ExportForm
     from beam_rl.rollout.sync.link import Link
     from beam_rl.rollout.sync.place import Place
@@ -67,6 +68,7 @@ class PolicyWorker:
         self.algorithm, self.rank = algorithm, rank
         self.mini_batches: list[list[MicroBatch]] = []
         self.sender: WeightSender | None = None
+        self.offload: Offload | None = None
 
     def start(self, model_path: str, settings: Any, world_size: int, master: str, log: Path) -> None:
         """Loads the model and joins the other ranks; what this process prints from now on goes to `log`."""
@@ -170,6 +172,14 @@ class PolicyWorker:
             for _ in tensors:
                 pass
 
+    def put_on_gpu(self, what: "OnGpu") -> int:
+        """Moves the rest of the trainer's state to host memory; the bytes copied."""
+        if self.offload is None:
+            from beam_rl.megatron.offload import Offload
+
+            self.offload = Offload(self.trainer.held())
+        return self.offload.put(what)
+
     def save(self, folder: str) -> None:
         self.trainer.save(Path(folder))
 
@@ -189,8 +199,9 @@ class PolicyWorker:
 class Policy:
     """All ranks of the trainer, ready once `starting` is done; every method returns when all ranks have done it."""
 
-    def __init__(self, recipe: Recipe, model_path: Path, logs: Path) -> None:
-        self.recipe, self.model_path = recipe, model_path
+    def __init__(self, recipe: Recipe, model_path: Path, logs: Path, seats: Seats | None = None) -> None:
+        """logs: the folder for what the ranks print. seats: where they run; None: anywhere."""
+        self.recipe, self.model_path, self.seats = recipe, model_path, seats
         config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         self.num_experts = config["num_experts"]
         parallel, kinds = recipe.trainer.parallel, config["mlp_layer_types"]
@@ -202,14 +213,16 @@ class Policy:
     def __enter__(self) -> "Policy":
         import ray
 
-        needs = {"num_cpus": 1, "num_gpus": share_for(self.recipe), "concurrency_groups": {ASIDE: 1, ALIVE: 1}}
-        worker: Any = ray.remote(**needs)(PolicyWorker)
-        self.workers: list[Any] = [worker.remote(self.recipe.algorithm, rank) for rank in range(len(self.places))]
+        seats = self.seats or unreserved(self.recipe)
+        worker: Any = ray.remote(concurrency_groups={ASIDE: 1, ALIVE: 1})(PolicyWorker)
+        self.workers: list[Any] = [
+            worker.options(**seat.options).remote(self.recipe.algorithm, rank) for rank, seat in enumerate(seats.ranks)
+        ]
         start = (
             str(self.model_path),
             _settings(self.recipe, self.model_path),
             len(self.places),
-            f"127.0.0.1:{free_port()}",
+            seats.meeting_point(),
         )
         self.alive = [w.live.options(concurrency_group=ALIVE).remote() for w in self.workers]
         self.starting = [w.start.remote(*start, rank.log) for w, rank in zip(self.workers, self.ranks, strict=True)]
@@ -286,6 +299,10 @@ class Policy:
     def send_weights(self, engines: Sequence[Any]) -> Sent:
         """Streams what the policy trains to the engines' actors. Raises SyncError."""
         return self._all("send_weights", engines)[0]
+
+    def put_on_gpu(self, what: "OnGpu") -> int:
+        """What of the trainer's state is on the GPUs from now on, the rest in host memory; the bytes copied by all."""
+        return sum(self._all("put_on_gpu", what))
 
     def save(self, folder: Path, timeout_s: float | None = None) -> None:
         self._all("save", str(folder), timeout_s=timeout_s)
@@ -365,12 +382,3 @@ def print_to(log: Path) -> None:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     faulthandler.enable(file=2)
-
-
-def free_port() -> int:
-    """A TCP port on the loopback that nobody listens on now."""
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

@@ -32,7 +32,7 @@ class Quiet:
 class Step:
     """The step's number, its metrics so far (names of `report.metric_names`), and the wall seconds of its parts."""
 
-    PARTS = ("generate", "verify", "score", "update", "hold", "sync", "eval")
+    PARTS = ("generate", "verify", "score", "update", "hold", "turn", "sync", "eval")
 
     def __init__(self, number: int, display: Display) -> None:
         self.number, self.display = number, display

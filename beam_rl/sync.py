@@ -15,7 +15,7 @@ from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Sync
 from beam_rl.rollout.sync.transport import SyncError, reason
 
-HOST = "127.0.0.1"  # trainer and engines are on one machine
+HOST = "127.0.0.1"  # where all are on one machine
 
 
 @dataclass(frozen=True)

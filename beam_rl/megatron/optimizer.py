@@ -137,6 +137,15 @@ def parameter_state(model: nn.Module, optimizer: MegatronOptimizer) -> Iterator[
             yield moment, name, states[id(part.key)][moment].view(-1), part.start
 
 
+def state_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
+    """Main parameters and Adam's state on the device; some are views of weights."""
+    found: list[Tensor] = []
+    for adam in _adams(optimizer):
+        found += [main for group in adam.param_groups for main in group["params"]]
+        found += [value for state in adam.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [tensor for tensor in found if tensor.device.type != "cpu"]
+
+
 def router_gradient_norm(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> float:
     """Of all routers of the model together, after the gradients' sum over ranks; the same on every rank."""
     total = torch.zeros((), device=models[0].config.device)

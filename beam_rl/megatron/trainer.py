@@ -28,7 +28,14 @@ from beam_rl.megatron.export import export_checkpoint
 from beam_rl.megatron.logprobs import token_logprobs
 from beam_rl.megatron.lora import AdaptedModel
 from beam_rl.megatron.model import BeamModel, build_chunks, config_from_hf, layout_fields
-from beam_rl.megatron.optimizer import make_optimizer, router_gradient_norm, set_lr, with_gradient_buffers
+from beam_rl.megatron.offload import Held
+from beam_rl.megatron.optimizer import (
+    make_optimizer,
+    router_gradient_norm,
+    set_lr,
+    state_tensors,
+    with_gradient_buffers,
+)
 from beam_rl.megatron.packing import Agreement, Pack, pack
 from beam_rl.megatron.settings import ExportForm, Score, TrainerSettings
 from beam_rl.samples import MicroBatch
@@ -256,6 +263,13 @@ class Trainer:
         """What works out the checksum that an engine will have of `sync_tensors`; None without an adapter."""
         adapter = self.settings.adapter
         return SentChecksum(adapter, self.hf, DTYPES[self.settings.precision]) if adapter else None
+
+    def held(self) -> Held:
+        """What this rank holds on its device between two calls."""
+        weights = [tensor for _, tensor in self._weights()]
+        gradients = [b.grad_data for ddp in self.ddp for b in ddp.buffers + ddp.expert_parallel_buffers]
+        frozen = [t for t in weights if self.adapted and isinstance(t, torch.nn.Parameter) and not t.requires_grad]
+        return Held(frozen, weights, gradients, state_tensors(self.optimizer))
 
     def export(self, folder: Path, form: ExportForm = "full") -> None:
         """Writes the policy as HF files; all ranks call it, the first one writes.

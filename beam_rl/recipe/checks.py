@@ -20,6 +20,7 @@ def check(recipe: "Recipe") -> None:
     for problem in (
         *_lora(recipe),
         *_sampling(recipe),
+        *_placement(recipe),
         *_batch(recipe),
         *_algorithm(recipe),
         *_evaluation(recipe),
@@ -61,6 +62,21 @@ def _sampling(recipe: "Recipe") -> Iterator[str]:
         yield (
             f"rollout.top_p = {r.top_p}: below 1 the engine renormalises over a set of tokens that the trainer does "
             "not replay, so their log-probabilities differ; use 1.0"
+        )
+
+
+def _placement(recipe: "Recipe") -> Iterator[str]:
+    """What does not hang on the machines; `placement.place` says whether they are enough."""
+    r, p = recipe.rollout, recipe.rollout.parallel
+    if recipe.cluster.placement == "colocated" and r.pace != "synchronous":
+        yield (
+            f"rollout.pace = {r.pace}: with cluster.placement = colocated the engines rest while the trainer works; use "
+            "rollout.pace = synchronous, or cluster.placement = disaggregated"
+        )
+    if p.ep not in (1, p.tp * p.dp):
+        yield (
+            f"rollout.parallel.ep = {p.ep}: an engine spreads its experts over all tp · dp = {p.tp * p.dp} workers of a "
+            f"stage or splits each one; use {p.tp * p.dp} or 1"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 from beam_rl.lora import ALL_TARGETS
+from beam_rl.placement import Placement
 from beam_rl.recipe import checks
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -68,6 +69,19 @@ class Verifier(Section):
     workers: Positive = 2
 
 
+class EngineParallel(Section):
+    """An engine has tp · pp · dp workers, each on a GPU of its own, or a process of its own on a CPU."""
+
+    tp: Positive = Field(1, description="tensor-parallel workers: heads, MLPs, experts, embedding and head are split")
+    pp: Positive = Field(1, description="pipeline-parallel workers: each holds some of the layers")
+    dp: Positive = Field(1, description="data-parallel workers of one engine, for attention; experts as ep says")
+    ep: Positive = Field(1, description="1, or tp · dp: whole experts are spread over the workers instead of split")
+
+    @property
+    def workers(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
 class Rollout(Section):
     prompts_per_step: Positive = 32
     samples_per_prompt: Positive = 8
@@ -86,6 +100,7 @@ class Rollout(Section):
         "continue", description="over-sampled responses that a step did not wait for: later kept, or sampled anew"
     )
     engines: Positive = 1
+    parallel: EngineParallel = EngineParallel()
     engine_restarts: Count = Field(3, description="how often each engine that was lost is started anew")
     engine_deadline_s: Annotated[float, Field(gt=0)] = Field(
         120.0, description="an engine that does not answer for so long is lost"
@@ -232,6 +247,11 @@ class Cluster(Section):
     address: str = Field(
         "local",
         description="`local` starts Ray for this run; `auto` or host:port joins the Ray that runs on this machine",
+    )
+    placement: Placement | None = Field(
+        None,
+        description="colocated: trainer and engines have the same GPUs and take turns; disaggregated: each has its own; "
+        "default: colocated for rollout.pace = synchronous, where half of the GPUs would idle otherwise",
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(600.0, description="until trainer and engines are ready")
 

@@ -6,13 +6,14 @@ nothing about transports, requests or versions; tensors have the checkpoint's na
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from beam_rl.checksum import checksum, tensor_digest
-from beam_rl.lora import Adapter, adapter_modules, adapter_tensors, repeated_tensors
+from beam_rl.checksum import tensor_digest
+from beam_rl.lora import Adapter, AdapterModule, adapter_modules, adapter_tensors, repeated_tensors
 from beam_rl.rollout import compat
 from beam_rl.rollout.names import adapter_place
 
@@ -77,12 +78,13 @@ class Stage:
 
 
 class HeldAdapter:
-    """The worker's one adapter slot."""
+    """The worker's one adapter slot: of its pipeline stage's modules, and of each what its tensor rank has."""
 
     def __init__(self, adapter: Adapter, config: Mapping[str, Any], runner: Any) -> None:
         """config: the checkpoint's config.json. runner: vLLM's model runner."""
         self.adapter, self.config, self.runner = adapter, config, runner
-        self.modules = list(adapter_modules(adapter, config))
+        own = tuple(f"model.layers.{layer}." for layer in compat.own_layers(runner))
+        self.modules = [m for m in adapter_modules(adapter, config) if m.name.startswith(own)]
         self.slots = compat.adapter_slots(runner)
         merged = any(name.endswith(".qkv_gate_proj") for name in self.slots)
         self.places = [adapter_place(m.name, merged) for m in self.modules]
@@ -104,15 +106,28 @@ class HeldAdapter:
         if bound != wanted:
             raise RuntimeError(f"vLLM bound the adapter to {len(bound)} modules of {len(wanted)}")
 
-    def checksum(self) -> str:
-        """`beam_rl.checksum.checksum` of what the slot holds: A, and B with its scale."""
+    def digests(self) -> dict[str, str]:
+        """`beam_rl.checksum.tensor_digest` of what the slot holds, whole: A, and B with its scale.
+
+        All tensor-parallel neighbours call it.
+        """
         slot = compat.slot_of_adapter(self.runner, self.id)
-        digests: dict[str, str] = {}
-        for module, (name, part, expert) in zip(self.modules, self.places, strict=True):
-            a, b = self.slots[name][part]
-            digests[module.a] = tensor_digest(a[slot, expert or 0])
-            digests[module.b] = tensor_digest(b[slot, expert or 0])
-        return checksum(digests)
+        found: dict[str, str] = {}
+        for name, modules in groupby(zip(self.modules, self.places, strict=True), key=lambda pair: pair[1][0]):
+            held: dict[int, tuple[Tensor, Tensor]] = {}  # of all experts, by the module's adapter
+            for module, (_, part, expert) in modules:
+                if part not in held:
+                    a, b = self.slots[name][part]
+                    shape_a, shape_b = self._shapes(module, expert)
+                    held[part] = compat.whole(a[slot], shape_a), compat.whole(b[slot], shape_b)
+                a, b = held[part]
+                found[module.a], found[module.b] = tensor_digest(a[expert or 0]), tensor_digest(b[expert or 0])
+        return found
+
+    def _shapes(self, module: AdapterModule, expert: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of A and B of all experts, before tensor parallelism splits them."""
+        experts = 1 if expert is None else self.config["num_experts"]
+        return (experts, module.rank, module.inputs), (experts, module.outputs, module.rank)
 
     def _check_slots(self) -> None:
         """Raises RuntimeError unless there is a slot of exactly the right shape for each matrix, and no other module."""
@@ -122,8 +137,13 @@ class HeldAdapter:
             raise RuntimeError(
                 f"vLLM adapts {len(self.slots)} modules, not {len(wanted)}; the first that differs is {odd}"
             )
-        for m, (name, part, _) in zip(self.modules, self.places, strict=True):
-            a, b = self.slots[name][part]
-            shapes = (tuple(a.shape[2:]), tuple(b.shape[2:]))
-            if shapes != ((m.rank, m.inputs), (m.outputs, m.rank)):
-                raise RuntimeError(f"vLLM's adapter slot of {m.name} is {shapes}, its rank should be {m.rank}")
+        for m, (name, part, expert) in zip(self.modules, self.places, strict=True):
+            for slot, shape in zip(self.slots[name][part], self._shapes(m, expert), strict=True):
+                if not is_shard(tuple(slot.shape[1:]), shape):
+                    raise RuntimeError(f"vLLM's adapter slot of {m.name} is {tuple(slot.shape)}, no shard of {shape}")
+
+
+def is_shard(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether tensors of `shape` put together along one dimension, if at all, give `whole`."""
+    cut = [(part, size) for part, size in zip(shape, whole, strict=True) if part != size]
+    return not cut or (len(cut) == 1 and cut[0][1] % cut[0][0] == 0)

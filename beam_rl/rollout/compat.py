@@ -4,6 +4,7 @@ Written for vLLM 0.32 (CPU) and 0.33 (GPU); `check_version` refuses others in on
 fault; tests/test_rollout_compat.py fails on the day a fault is gone.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -77,6 +78,84 @@ def at_work(worker: Any) -> Any:
     from vllm.config import set_current_vllm_config
 
     return set_current_vllm_config(worker.vllm_config)
+
+
+def own_layers(runner: Any) -> range:
+    """The global numbers of the layers that this worker has: all, or those of its pipeline stage."""
+    model = runner.get_model().model
+    return range(model.start_layer, model.end_layer)
+
+
+def fork_workers() -> None:
+    """Lets a CPU engine's core fork its workers, which then have vLLM imported already.
+
+    vLLM (0.32) spawns them on a CPU, to bind each one's threads to cores before they are made; nothing is bound here. It
+    forks them on a GPU. Where vLLM is started inside a Ray actor, the core itself is spawned all the same.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+
+def make_stage_buffer(runner: Any) -> None:
+    """Gives a later pipeline stage the buffer that it gets its inputs in.
+
+    Fault (0.32, CPU): only the warm-up makes it, which is left out for an eager model with a KV cache of given size: the
+    stage dies with its first step (`GPUModelRunner.sync_and_gather_intermediate_tensors`).
+    """
+    from vllm.distributed import get_pp_group
+
+    if get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
+        return
+    runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
+
+
+def tensor_rank() -> int:
+    """This worker's place among its tensor-parallel neighbours."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()
+
+
+def has_stages() -> bool:
+    """Whether this worker's engine is pipeline-parallel."""
+    from vllm.distributed import get_pp_group
+
+    return get_pp_group().world_size > 1
+
+
+def whole(shard: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor of this shape of which each tensor-parallel worker has a shard; all of them call it.
+
+    Raises RuntimeError where workers should have the same shard (as of few KV heads) and have not.
+    """
+    from vllm.distributed import get_tp_group
+
+    cut = [dim for dim, size in enumerate(shape) if shard.shape[dim] != size]
+    if not cut:
+        return shard
+    (dim,) = cut
+    group = get_tp_group()
+    parts = group.all_gather(shard.contiguous(), dim).chunk(group.world_size, dim)
+    copies = group.world_size * shard.shape[dim] // shape[dim]
+    if any(not torch.equal(part, parts[i // copies * copies]) for i, part in enumerate(parts)):
+        raise RuntimeError(f"workers that share a shard of a {shape} tensor hold different ones")
+    return torch.cat(parts[::copies], dim)
+
+
+async def on_workers(llm: Any, method: str, *args: Any) -> list[Any]:
+    """The replies of all of an engine's workers: replica by replica, stage by stage, tensor rank by tensor rank.
+
+    Gap (0.32): `AsyncLLM.collective_rpc` asks every data-parallel replica and returns the first one's replies.
+    """
+    core = llm.engine_core
+    if len(core.core_engines) == 1:
+        return await llm.collective_rpc(method, args=args)
+    replicas = await core.call_utility_all_async("collective_rpc", method, None, args, None)
+    return [reply for replies in replicas for reply in replies]
 
 
 def keep_plain_weights(*layers: Any) -> None:
@@ -157,6 +236,7 @@ class SlotView:
             raise RuntimeError("routing replay needs a full-attention layer: no KV-cache group keeps every token")
         self.group = full[0]
         self.block_size = self.table.block_size
+        self.taken_away: dict[str, Any] = {}  # the block ids that preempted requests had
         self.slots = runner.kv_cache_config.num_blocks * groups[self.group].kv_cache_spec.block_size
 
     @property
@@ -168,13 +248,25 @@ class SlotView:
         return self.table.slot_mapping.gpu[:tokens]
 
     def of_request(self, request_id: str) -> Tensor | None:
-        """(tokens − 1,) slots of all tokens of a request but the last sampled one; None if the runner lacks it."""
-        row = self.runner.input_batch.req_id_to_index.get(request_id)
-        if row is None:
+        """(tokens − 1,) slots of all tokens of a request but the last sampled one; None if the runner lacks it.
+
+        A pipeline stage but the last is not told that token. A request that sits out a step, as they do in pipelines, is
+        not in the runner's batch, and not in its block table.
+        """
+        from vllm.distributed import get_pp_group
+
+        request = self.runner.requests.get(request_id)
+        if request is None or request.block_ids is self.taken_away.get(request_id):
             return None
-        positions = torch.arange(self.runner.requests[request_id].num_tokens - 1)
-        blocks = torch.from_numpy(self.table.block_table.np[row]).long()
+        positions = torch.arange(request.num_tokens - int(get_pp_group().is_last_rank))
+        blocks = torch.tensor(request.block_ids[self.group])
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def preempt(self, request_ids: Iterable[str]) -> None:
+        """Notes that these requests' slots go to others; they get new ones when they are run again."""
+        held = self.runner.requests
+        self.taken_away = {name: blocks for name, blocks in self.taken_away.items() if name in held}
+        self.taken_away |= {name: held[name].block_ids for name in request_ids if name in held}
 
     def has_request(self, request_id: str) -> bool:
         return request_id in self.runner.requests

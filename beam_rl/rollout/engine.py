@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from beam_rl.checksum import checksum
 from beam_rl.errors import InputError
 from beam_rl.parity.record import Records
 from beam_rl.rollout import process
@@ -84,6 +85,8 @@ class Engine:
         self.admission = asyncio.Lock()
         self.interrupted = False  # from `interrupt` until `release`
         self.prompt_tokens = self.cached_prompt_tokens = 0
+        self.asleep: set[str] = set()  # of "weights" and "kv_cache", what has given its GPU memory back
+        self.weights_gone = False  # dropped while asleep, and not synced since
 
     async def start(self) -> EngineInfo:
         """Loads the checkpoint; returns when the engine can sample. Raises EngineStartError."""
@@ -153,6 +156,33 @@ class Engine:
     async def release(self) -> None:
         """After `interrupt`: requests are sampled again."""
         self.interrupted = False
+
+    async def sleep(self) -> None:
+        """Gives the GPU's memory back: the KV cache, and the weights, which with an adapter stay in host memory.
+
+        Without one they are gone: a sync of all weights has to come before the next request. For when nothing is being
+        sampled; an engine whose settings don't let it sleep, as none does on a CPU, stays awake.
+        """
+        if not self.settings.sleeps or self.asleep == {"weights", "kv_cache"}:
+            return
+        if self.in_flight:
+            raise RuntimeError(f"cannot sleep: {len(self.in_flight)} requests are still sampling")
+        await self._wake_all()
+        keeps_weights = self.settings.adapter is not None
+        self.asleep = {"weights", "kv_cache"}
+        self.weights_gone = not keeps_weights
+        await self.llm.sleep(level=1 if keeps_weights else 2)
+
+    async def wake(self, part: str) -> None:
+        """Takes the GPU memory of "weights" or "kv_cache" again."""
+        if part in self.asleep:
+            self.asleep -= {part}
+            await self.llm.wake_up(tags=[part])
+
+    async def _wake_all(self) -> None:
+        """vLLM goes to sleep as a whole: an engine of which a part sleeps wakes first."""
+        for part in sorted(self.asleep):
+            await self.wake(part)
 
     async def alive(self) -> None:
         """Returns when vLLM's processes have answered; raises what they died of."""
@@ -247,13 +277,15 @@ class Engine:
                 held, refusal = None, ""
                 await self.llm.finish_weight_update(weight_version=str(version))
             else:
-                held, refusal = (await self.llm.collective_rpc("swap_adapter", args=(self.adapter_id + 1,)))[0]
+                replies = await self._workers("swap_adapter", self.adapter_id + 1)
+                refusal = next((refusal for _, refusal in replies if refusal), "")
+                held = None if refusal else self._checksum([held for held, _ in replies])
             if not refusal:
                 await self.forget_prefixes()
         except Exception as error:
             self.update_state = f"a weight update did not finish ({error})"
             raise
-        self.update_state = "none"
+        self.update_state, self.weights_gone = "none", False
         if refusal:
             raise ValueError(refusal)
         self.version = version
@@ -263,7 +295,23 @@ class Engine:
 
     async def adapter_checksum(self) -> str:
         """The checksum (`beam_rl.checksum`) of the adapter that the engine holds now."""
-        return (await self.llm.collective_rpc("adapter_checksum"))[0]
+        return self._checksum(await self._workers("held_adapter"))
+
+    def _checksum(self, held: list[Any]) -> str:
+        """One checksum of what the workers hold together. RuntimeError where those of a stage should agree and don't."""
+        tp, pp = self.settings.parallel.tp, self.settings.parallel.pp
+        digests: dict[str, str] = {}
+        for stage in range(pp):
+            own = [worker for i, worker in enumerate(held) if i // tp % pp == stage]
+            if len({summed for summed, _ in own}) > 1:
+                raise RuntimeError("the engine's workers hold different adapters")
+            digests |= own[0][1]
+        return checksum(digests)
+
+    async def _workers(self, method: str, *args: Any) -> list[Any]:
+        from beam_rl.rollout import compat
+
+        return await compat.on_workers(self.llm, method, *args)
 
     async def adapter_slots(self) -> list[AdapterSlot]:
         """What vLLM has set aside for the adapter."""
@@ -275,16 +323,25 @@ class Engine:
             raise RuntimeError("vLLM kept its prefix cache, which holds keys and values of earlier weights or requests")
 
     async def weight(self, name: str) -> NDArray[Any]:
-        """What the engine holds now under a checkpoint's tensor name; BF16 comes as its bits in uint16."""
-        dtype, shape, raw = (await self.llm.collective_rpc("read_weight", args=(name,)))[0]
-        return np.frombuffer(raw, np.uint16 if dtype == "bfloat16" else dtype).reshape(shape)
+        """What the engine's first worker holds now under a checkpoint's tensor name; BF16 comes as its bits in uint16."""
+        return (await self.weight_shards(name))[0]
+
+    async def weight_shards(self, name: str) -> list[NDArray[Any]]:
+        """What each worker that has a part of it holds; in the order of the workers."""
+        held = [reply for reply in await self._workers("read_weight", name) if reply]
+        return [
+            np.frombuffer(raw, np.uint16 if dtype == "bfloat16" else dtype).reshape(shape) for dtype, shape, raw in held
+        ]
 
     async def probe(self, token_ids: list[int], routes: Routes | None, temperature: float) -> Records:
         """Prefills one sequence alone and returns what each sub-layer computed for every token but the last.
 
         routes: (tokens − 1, MoE layers, top-k) experts to use; None: as the routers choose. temperature: of the logits.
-        Raises ValueError for routes of another length; RuntimeError while requests are running or weights are updated.
+        Raises ValueError for routes of another length, InputError for an engine of several workers, each of which computes
+        a part of a sub-layer; RuntimeError while requests are running or weights are updated.
         """
+        if self.settings.parallel.workers > 1:
+            raise InputError("rollout.parallel: parity looks into engines of one worker; use tp, pp and dp = 1 for it")
         if routes is not None and len(routes) != len(token_ids) - 1:
             raise ValueError(f"{len(routes)} rows of routes for a sequence of {len(token_ids)} tokens")
         self._refuse_during_update("probe")
@@ -402,11 +459,13 @@ class Engine:
             returned = [output.outputs[0].routed_experts for _, output in ended]
             return [None if every is None else every[:, list(self.info.moe_layers)] for every in returned]
         ids = [internal_id for internal_id, _ in ended]
-        raw, rows = (await self.llm.collective_rpc("take_routes", args=(ids,)))[0]
-        config = self.llm.model_config.hf_config
-        routes = np.frombuffer(raw, route_dtype(config.num_experts))
-        routes = routes.reshape(-1, len(self.info.moe_layers), config.num_experts_per_tok)
-        return list(np.split(routes, np.cumsum(rows)[:-1]))
+        config, stages, counts = self.llm.model_config.hf_config, [], [0]
+        for layers, raw, rows in await self._workers("take_routes", ids):
+            if rows:
+                held = np.frombuffer(raw, route_dtype(config.num_experts))
+                stages.append(held.reshape(sum(rows), len(layers), config.num_experts_per_tok))
+                counts = rows
+        return list(np.split(np.concatenate(stages, axis=1), np.cumsum(counts)[:-1]))
 
     async def _abandon(self, ids: set[str]) -> None:
         """Aborts requests that nobody waits for any more, and their routes."""
@@ -424,6 +483,8 @@ class Engine:
         return self.settings.routing_replay and current_platform.is_cpu()
 
     def _refuse_during_update(self, what: str) -> None:
+        if what in ("sample", "probe") and (self.asleep or self.weights_gone):
+            raise RuntimeError(f"cannot {what}: the engine " + ("sleeps" if self.asleep else "has no weights yet"))
         if self.update_state == "running":
             raise RuntimeError(f"cannot {what}: a weight update is under way")
         if self.update_state != "none":

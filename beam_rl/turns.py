@@ -1,0 +1,49 @@
+"""Trainer and engines on the same GPUs: one works while the other's memory is in the host's, or given back.
+
+The trainer's state goes to page-locked host memory (`megatron.offload`). Engines sleep as vLLM does: with an adapter its
+base stays in host memory, else the weights are dropped, since the sync that ends the trainer's turn brings them anyway.
+The KV cache is dropped. Where nothing is shared, and on CPUs, where both lie in the same memory, turns move nothing.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from beam_rl.engines import Engines
+from beam_rl.policy import Policy
+
+
+class Turns:
+    """Begins with the engines' turn."""
+
+    def __init__(self, policy: Policy, engines: Engines, shared: bool) -> None:
+        """shared: whether they have the same GPUs, so that somebody has to make room."""
+        self.policy, self.engines, self.shared = policy, engines, shared
+        self.trainers = False  # whose turn it is
+        self.bytes = 0  # copied between the trainer's GPUs and host memory so far
+
+    def to_trainer(self) -> None:
+        """The engines, which have nothing to do now, make room; the trainer may score, update, save."""
+        if not self.shared or self.trainers:
+            return
+        self.engines.each("sleep")
+        self.bytes += self.policy.put_on_gpu("all")
+        self.trainers = True
+
+    @contextlib.contextmanager
+    def to_engines(self) -> Iterator[None]:
+        """Inside, trainer and engines hold their weights, for a sync of all engines; afterwards it is the engines' turn.
+
+        Also from the engines' turn, when nothing is being sampled.
+        """
+        if not self.shared:
+            yield
+            return
+        self.engines.each("sleep")
+        self.bytes += self.policy.put_on_gpu("weights")
+        self.engines.each("wake", "weights")
+        try:
+            yield
+        finally:  # also after a failed sync: an engine that is started anew needs the room
+            self.bytes += self.policy.put_on_gpu("nothing")
+            self.trainers = False
+            self.engines.each("wake", "kv_cache")
