@@ -68,7 +68,8 @@ def test_one_step_off_resumes_as_if_it_had_not_stopped(cluster, tmp_path: Path) 
 
 def test_asynchronous_responses_go_on_under_new_weights(cluster, tmp_path: Path) -> None:
     pace = ("rollout.pace=asynchronous", "algorithm.staleness=2", "algorithm.importance_correction.kind=truncate")
-    rows, _ = go(cluster, tmp_path / "run", 5, *pace)
+    size = ("rollout.prompts_per_step=32", "rollout.samples_per_prompt=8")  # more than is sampled while a step trains
+    rows, _ = go(cluster, tmp_path / "run", 5, *pace, *size)
     assert sum(rows[s]["rollout/continued"] for s in range(1, 6)) > 0
     assert max(rows[s]["rollout/staleness"] for s in range(1, 6)) == 2
     assert all(rows[s]["replay/missing_rows"] == 0 for s in range(1, 6))
