@@ -2,7 +2,6 @@
 
 import errno
 import json
-import signal
 import sys
 import traceback
 from enum import StrEnum
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 import typer.core
 
+from beam_rl import interrupts
 from beam_rl.bench import BENCHES
+from beam_rl.credentials import hide
 from beam_rl.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,17 +29,17 @@ class Command(typer.core.TyperCommand):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            leave(130, "interrupted; --resume goes on from the last checkpoint, if there is one")
+            leave(130, "interrupted")
         except Exception as error:
             cause = root_cause(error)
             if isinstance(cause, InputError):
                 leave(2, str(cause))
             if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
                 what = cause.filename or "the run"
-                leave(2, f"no space left on the disk while writing {what}; the last complete checkpoint is kept")
+                leave(1, f"no space left on the disk while writing {what}; the last complete checkpoint is kept")
             where = getattr(error, "__notes__", [])  # a run's log.txt has the traceback already
             if not where:
-                traceback.print_exception(error)
+                typer.echo(hide("".join(traceback.format_exception(error))), err=True)
             line = " ".join(f"{type(cause).__name__}: {cause}".split())
             leave(1, " ".join([line[:LINE], *where]))
 
@@ -83,7 +84,12 @@ def train(
         return
     from beam_rl.start import run_training
 
-    run_training(resolved, out or Path("runs") / resolved.name, resume)
+    interrupts.install(resolved.checkpoint.grace_s)
+    try:
+        run_training(resolved, out or Path("runs") / resolved.name, resume)
+    except interrupts.Interrupted as end:
+        lost = f", {end.lost}" if end.lost else ""
+        leave(end.exit_code, f"interrupted by {end}{lost}; --resume goes on from the last checkpoint, if there is one")
 
 
 @app.command(cls=Command)
@@ -181,7 +187,7 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """The entry point of `beam-rl`."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts.install()
     sys.argv[1:] = explicit_resume(sys.argv[1:])
     app()
 
@@ -202,13 +208,9 @@ def explicit_resume(arguments: list[str]) -> list[str]:
     return spelled
 
 
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def leave(code: int, message: str) -> NoReturn:
     """Ends the process with one line on stderr."""
-    typer.echo(f"beam-rl: {message}", err=True)
+    typer.echo(f"beam-rl: {hide(message)}", err=True)
     sys.exit(code)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from beam_rl.engines import Engines
 from beam_rl.errors import InputError
+from beam_rl.interrupts import Interrupted
 from beam_rl.policy import Policy
 from beam_rl.recipe.tree import Recipe
 from beam_rl.seats import reserved
@@ -51,7 +52,7 @@ class Cluster:
                 seats = stack.enter_context(reserved(self.recipe))
                 engines = Engines(self.recipe, self.model_path, self.logs, seats)
                 self.engines = engines if seats.shared_gpus else stack.enter_context(engines)
-                self.policy = stack.enter_context(Policy(self.recipe, self.model_path, seats))
+                self.policy = stack.enter_context(Policy(self.recipe, self.model_path, self.logs, seats))
                 if seats.shared_gpus:  # vLLM takes its memory at its start
                     self._wait_ready(self.policy.starting)
                     self.policy.put_on_gpu("nothing")
@@ -78,7 +79,12 @@ class Cluster:
                     f"cluster.start_timeout_s = {timeout_s:g}: trainer and engines were not ready by then; their logs "
                     f"are in {self.logs}"
                 )
-            ray.get(done)
+            try:
+                ray.get(done)
+            except ray.exceptions.RayActorError:
+                if done[0] in self.policy.starting:
+                    self.policy.wait_ready()  # says which rank, and why
+                raise
 
 
 @contextlib.contextmanager
@@ -132,7 +138,7 @@ def _init(**options: Any) -> None:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit:  # Ray's handler, while it starts
-        raise KeyboardInterrupt from None
+        raise Interrupted(signal.SIGTERM) from None
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
 

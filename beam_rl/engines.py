@@ -8,6 +8,7 @@ Calls may come from any thread; what engines do is awaited on one event loop of 
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Completion, Request
 from beam_rl.seats import Seats, unreserved
 
+POLL_S = 0.2
 WATCH_S = 5.0  # between two looks at an engine that is sampling
 
 
@@ -230,6 +232,16 @@ class Engines:
                     self.lost([slot.index], RuntimeError(f"did not start again: {error}"))
         return [slot.index for slot in self.slots if slot.state == "fresh"]
 
+    def serving(self) -> list[int]:
+        """The engines that sample."""
+        return [slot.index for slot in self.slots if slot.state == "serving"]
+
+    def standing(self) -> list[int]:
+        """The engines that can take weights: all but those that are starting anew. Waits while there is none."""
+        while not (found := sorted({*self.fresh(), *self.serving()})):
+            time.sleep(POLL_S)
+        return found
+
     def serve(self, version: int, indices: Iterable[int]) -> None:
         """These engines hold `version` now, as all others that serve do."""
 
@@ -289,21 +301,25 @@ class Engines:
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
-    def join_sync(self, host: str, port: int, size: int, deadline_s: float) -> list[Any]:
-        """Starts every engine's joining of the trainer's weight-sync group of `size` ranks; their unfinished calls."""
-        return [a.join_sync.remote(host, port, rank, size, deadline_s) for rank, a in enumerate(self.actors, 1)]
+    def sync_places(self, only: Sequence[int]) -> list[Any]:
+        """Asks these engines where their workers are; the unfinished calls."""
+        return [self.actors[i].sync_places.remote() for i in only]
 
-    def begin_update(self) -> None:
-        """Opens a weight update in every engine."""
-        import ray
+    def join_sync(self, only: Sequence[int], joins: Sequence[dict[str, Any]]) -> list[Any]:
+        """Starts these engines' joining of the trainer's weight sync; their unfinished calls."""
+        return [self.actors[i].join_sync.remote(join) for i, join in zip(only, joins, strict=True)]
 
-        ray.get([a.begin_update.remote() for a in self.actors], timeout=self.recipe.sync.deadline_s)
+    def begin_update(self, only: Sequence[int]) -> list[Any]:
+        """Starts a weight update in these engines; their unfinished calls."""
+        return [self.actors[i].begin_update.remote() for i in only]
 
-    def finish_update(self, version: int) -> list[str | None]:
-        """Closes it: every engine has all the tensors and serves `version`. What each says of the adapter it holds."""
-        import ray
+    def finish_update(self, only: Sequence[int], version: int) -> list[Any]:
+        """Closes it: each engine has all the tensors and serves `version`; unfinished calls that tell of its adapter."""
+        return [self.actors[i].finish_update.remote(version) for i in only]
 
-        return ray.get([a.finish_update.remote(version) for a in self.actors], timeout=self.recipe.sync.deadline_s)
+    def abandon_update(self, only: Sequence[int]) -> list[Any]:
+        """Ends an update that another engine's failure has cut off; the unfinished calls."""
+        return [self.actors[i].abandon_update.remote() for i in only]
 
     def forget_prefixes(self) -> None:
         """Empties the prefix caches, so that what comes next does not hang on what was sampled before."""

@@ -125,6 +125,11 @@ class Place:
     pp: int
     moe_columns: tuple[int, ...]  # of the model's MoE layers, counted alone, those here; ascending
 
+    def named(self) -> str:
+        """ "dp 1, tp 0": the index in each dimension that has more than one rank."""
+        sizes = ((name, getattr(self.parallel, name)) for name in ("dp", "pp", "cp", "tp"))
+        return ", ".join(f"{name} {getattr(self, name)}" for name, size in sizes if size > 1)
+
     @property
     def last_stage(self) -> bool:
         """Has the head: knows log-probabilities."""

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -18,6 +17,7 @@ from beam_rl.cluster import Cluster
 from beam_rl.evaluate import evaluate
 from beam_rl.flight import Flight
 from beam_rl.inputs import Inputs
+from beam_rl.interrupts import Interrupted, held, time_left
 from beam_rl.parity.check import logprob_mean_bound
 from beam_rl.parity.check import sample as parity_samples
 from beam_rl.policy import Scores
@@ -28,6 +28,7 @@ from beam_rl.rollouts import attend, beside, make_rollouts
 from beam_rl.run import Run
 from beam_rl.samples import Sample
 from beam_rl.sampling import Flights, Judge, Rollout
+from beam_rl.saver import Saver
 from beam_rl.step import Step
 from beam_rl.sync import SyncReport
 from beam_rl.verifiers import make_verifier
@@ -54,8 +55,9 @@ class State:
     def advancing(self, step: int) -> Iterator[None]:
         """Inside, the weights are on the way to `step`; after it, they are there."""
         self.settled = False
-        yield
-        self.step, self.settled = step, True
+        with held():
+            yield
+            self.step, self.settled = step, True
 
 
 def train(recipe: Recipe, inputs: Inputs, run: Run, report: Report) -> State:
@@ -66,7 +68,8 @@ def train(recipe: Recipe, inputs: Inputs, run: Run, report: Report) -> State:
         with loop.saved_if_cut_short():
             while loop.state.step < recipe.trainer.steps:
                 loop.step()
-        loop.save_if(loop.state.step != loop.saved)
+            loop.save_if(loop.state.step != loop.saved)
+            loop.saver.wait()
         return loop.state
 
 
@@ -84,6 +87,7 @@ class Loop:
     ) -> None:
         self.recipe, self.inputs, self.run, self.report = recipe, inputs, run, report
         self.policy, self.engines, self.weights, self.verifier = cluster.policy, cluster.engines, cluster.sync, verifier
+        self.saver = Saver(run, cluster.policy, recipe.checkpoint, recipe.model.lora is not None, report.warn)
         self.state = State()
         self.under_way: list[Flight] = []  # begun, but not trained on, when the weights of `state.step` were there
         flights = Flights(inputs.prompts, recipe)
@@ -111,7 +115,9 @@ class Loop:
 
     def step(self) -> None:
         """Take a batch, score, update; then sync, evaluate when due, report; save when due."""
+        self.saver.check()
         step, self.eval_score = Step(self.state.step + 1, self.report), None
+        step.log(self.saver.take_metrics())
         rollout = self.rollouts.take(step)
         self.run.log_samples(
             step.number, [s.record(self.inputs.decode(s.prompt.token_ids)) for s in self.shown(rollout.samples)]
@@ -122,7 +128,7 @@ class Loop:
         with self.state.advancing(step.number):
             self.learn(batch, step)
             self.state.unreported = step.metrics
-        self.note_flights()
+            self.note_flights()
         self.sync(step)
         self.announce(step)
         every = self.recipe.checkpoint.every
@@ -143,8 +149,8 @@ class Loop:
     def sync(self, step: Step) -> None:
         with step.phase("waiting for the engines", "hold"):
             self.rollouts.hold()
-        with step.phase("syncing", "sync"):
-            step.log(sync_metrics(self.weights.load(version=step.number)))
+        with step.phase("syncing", "sync"), held():
+            step.log(sync_metrics(self.weights.bring(step.number)))
 
     def check_engines(self) -> None:
         """Trainer and engines agree on a few responses before anything is built on them."""
@@ -167,6 +173,7 @@ class Loop:
 
     def mend(self) -> None:
         """For while the trainer rests: engines that were lost and started anew get its weights."""
+        self.policy.check()
         self.weights.mend(self.state.step)
 
     def note_flights(self) -> None:
@@ -216,33 +223,30 @@ class Loop:
             return
         self.saved = self.state.step
         with self.report.phase("saving"):
-            save = partial(self.write_state, timeout_s=timeout_s)
-            self.run.checkpoint(self.state.step, save, asdict(self.state), self.eval_score)
-            if self.recipe.model.lora:
-                export = partial(self.policy.export, form="adapter", timeout_s=timeout_s)
-                self.run.adapter(self.state.step, export)
-
-    def write_state(self, folder: Path, timeout_s: float | None) -> None:
-        self.policy.save(folder, timeout_s=timeout_s)
-        flight.save(self.under_way, folder)
+            rest = partial(flight.save, self.under_way)
+            self.saver.save(self.state.step, rest, asdict(self.state), self.eval_score, timeout_s)
 
     @contextlib.contextmanager
     def saved_if_cut_short(self) -> Iterator[None]:
         """Ctrl-C or an error between two updates loses nothing: the last whole step is saved before the run ends."""
         try:
             yield
-        except BaseException:
-            unsaved = self.state.settled and self.state.step not in (0, self.saved)
+        except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to tell
-                self.save_if(unsaved, timeout_s=SAVE_ON_EXIT_S)
-            self.report.warn(f"cut short in step {self.state.step + 1}: {self.what_is_kept()}")
+                self.saver.wait(time_left(SAVE_ON_EXIT_S))
+            with contextlib.suppress(Exception):
+                self.save_if(self.state.settled and self.state.step != self.kept(), time_left(SAVE_ON_EXIT_S))
+                self.saver.wait(time_left(SAVE_ON_EXIT_S))
+            if isinstance(error, Interrupted) and self.state.step != self.kept():
+                error.lost = "not every step could be saved"
+            goes_on = f"goes on after step {self.kept()}" if self.kept() else "starts anew: nothing is saved yet"
+            self.report.warn(f"cut short in step {self.state.step + 1}: --resume {goes_on}")
             raise
 
-    def what_is_kept(self) -> str:
+    def kept(self) -> int:
+        """The step of the last complete checkpoint; 0: none."""
         latest = self.run.latest()
-        return (
-            f"--resume goes on after step {latest.step}" if latest else "nothing is saved yet, and --resume starts anew"
-        )
+        return latest.step if latest else 0
 
 
 def learning_rate(updates: int, recipe: Recipe) -> float:

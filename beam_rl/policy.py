@@ -18,10 +18,28 @@ from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
 from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
 from beam_rl.seats import Seats, unreserved
+from beam_rl.watch import Rank, RankError, gather
 
 if TYPE_CHECKING:
     from beam_rl.megatron.offload import Offload, OnGpu
     from beam_rl.megatron.settings import ExportForm
+    from beam_rl.rollout.sync.link import Link
+    from beam_rl.rollout.sync.place import Place
+    from beam_rl.rollout.sync.transport import WeightSender
+
+# In the words of an error; other methods have names that say it.
+DOING = {
+    "start": "starting",
+    "score": "scoring",
+    "update": "updating",
+    "send_weights": "sending weights",
+    "save": "saving",
+    "stage": "saving",
+    "write": "writing a checkpoint",
+    "load": "loading a checkpoint",
+    "rest": "idle",
+}
+ASIDE, ALIVE = "aside", "alive"  # Ray's concurrency groups: what runs beside the training, and what never returns
 
 
 @dataclass(frozen=True)
@@ -49,13 +67,21 @@ class PolicyWorker:
     def __init__(self, algorithm: Algorithm, rank: int) -> None:
         self.algorithm, self.rank = algorithm, rank
         self.mini_batches: list[list[MicroBatch]] = []
+        self.sender: WeightSender | None = None
         self.offload: Offload | None = None
 
-    def start(self, model_path: str, settings: Any, world_size: int, master: str) -> None:
-        """Loads the model and joins the other ranks."""
+    def start(self, model_path: str, settings: Any, world_size: int, master: str, log: Path) -> None:
+        """Loads the model and joins the other ranks; what this process prints from now on goes to `log`."""
+        print_to(log)
         from beam_rl.megatron import start_trainer
 
         self.trainer = start_trainer(model_path, settings, self.rank, world_size, master)
+
+    def live(self) -> None:
+        """Never returns: Ray ends the call when the process dies."""
+        import threading
+
+        threading.Event().wait()
 
     def score(self, mini_batches: list[list[MicroBatch]]) -> Scores:
         """Takes over the step's micro-batches and scores them with the current weights."""
@@ -101,31 +127,50 @@ class PolicyWorker:
             peaks["memory/gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
         return peaks
 
-    def open_sync(self, host: str, engine_ranks: int, deadline_s: float) -> int:
-        """Opens the weight-sync group and returns the port where the engines join it."""
-        from beam_rl.rollout.sync.transport import WeightSender
+    def sync_place(self) -> "Place":
+        """Where this rank is, for the choice of a transport."""
+        from beam_rl.rollout.sync.place import here
 
-        self.sender = WeightSender(host, 0, engine_ranks, deadline_s)
-        return self.sender.port
+        return here(self.trainer.device)
+
+    def open_sync(self, link: "Link", workers: list[int]) -> list[dict[str, Any]]:
+        """Opens the way to engines of `workers[i]` workers each, in the place of an earlier one; what each has to know."""
+        from beam_rl.rollout.sync.link import open_sender
+
+        self.close_sync()
+        self.sender = open_sender(link, workers, self.trainer.device)
+        return self.sender.join_infos()
 
     def connect_sync(self, joining: list[Any]) -> None:
-        """Returns when every engine has joined; `joining` are the engines' own calls."""
+        """Returns when every engine has joined; `joining` are the engines' own calls. Raises SyncError."""
+        assert self.sender is not None
         self.sender.connect([ref.future() for ref in joining])
 
-    def send_weights(self, engines: Sequence[Any], bucket_bytes: int) -> Sent:
-        """Streams the adapter or all weights to the engines; every rank takes part in gathering, rank 0 sends."""
+    def close_sync(self) -> None:
+        """Gives back what the sync holds, if there is one."""
+        if self.sender is not None:
+            self.sender.close()
+        self.sender = None
+
+    def send_weights(self, engines: Sequence[Any]) -> Sent:
+        """Streams the adapter or all weights to the engines; every rank takes part in gathering, rank 0 sends.
+
+        Raises SyncError on rank 0, once the other ranks are through with gathering too.
+        """
         tensors = self.trainer.sync_tensors()
-        if self.rank != 0:
+        watch = self.trainer.sent_checksum()
+        try:
+            if self.rank != 0:
+                return Sent()
+            assert self.sender is not None
+            stats = self.sender.send(
+                watch.watch(tensors) if watch else tensors,
+                lambda bucket: [e.update.remote(bucket).future() for e in engines],
+            )
+            return Sent(stats.bytes, stats.buckets, watch.value() if watch else None)
+        finally:
             for _ in tensors:
                 pass
-            return Sent()
-        watch = self.trainer.sent_checksum()
-        stats = self.sender.send(
-            watch.watch(tensors) if watch else tensors,
-            bucket_bytes,
-            lambda bucket: [e.update.remote(bucket).future() for e in engines],
-        )
-        return Sent(stats.bytes, stats.buckets, watch.value() if watch else None)
 
     def put_on_gpu(self, what: "OnGpu") -> int:
         """Moves the rest of the trainer's state to host memory; the bytes copied."""
@@ -138,6 +183,12 @@ class PolicyWorker:
     def save(self, folder: str) -> None:
         self.trainer.save(Path(folder))
 
+    def stage(self) -> None:
+        self.trainer.stage()
+
+    def write(self, folder: str) -> None:
+        self.trainer.write(Path(folder))
+
     def load(self, folder: str) -> None:
         self.trainer.load(Path(folder))
 
@@ -148,18 +199,22 @@ class PolicyWorker:
 class Policy:
     """All ranks of the trainer, ready once `starting` is done; every method returns when all ranks have done it."""
 
-    def __init__(self, recipe: Recipe, model_path: Path, seats: Seats | None = None) -> None:
-        """seats: where the ranks run; None: anywhere."""
+    def __init__(self, recipe: Recipe, model_path: Path, logs: Path, seats: Seats | None = None) -> None:
+        """logs: the folder for what the ranks print. seats: where they run; None: anywhere."""
         self.recipe, self.model_path, self.seats = recipe, model_path, seats
         config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         self.num_experts = config["num_experts"]
         parallel, kinds = recipe.trainer.parallel, config["mlp_layer_types"]
         self.places = [place_of(rank, parallel, kinds) for rank in range(parallel.ranks)]
+        logs = logs.resolve()
+        self.ranks = [Rank(i, place.named(), logs / f"trainer-{i}.log") for i, place in enumerate(self.places)]
+        self.failure: RankError | None = None  # after which no rank can be relied on
 
     def __enter__(self) -> "Policy":
         import ray
 
-        seats, worker = self.seats or unreserved(self.recipe), ray.remote(PolicyWorker)
+        seats = self.seats or unreserved(self.recipe)
+        worker: Any = ray.remote(concurrency_groups={ASIDE: 1, ALIVE: 1})(PolicyWorker)
         self.workers: list[Any] = [
             worker.options(**seat.options).remote(self.recipe.algorithm, rank) for rank, seat in enumerate(seats.ranks)
         ]
@@ -169,7 +224,8 @@ class Policy:
             len(self.places),
             seats.meeting_point(),
         )
-        self.starting = [w.start.remote(*start) for w in self.workers]
+        self.alive = [w.live.options(concurrency_group=ALIVE).remote() for w in self.workers]
+        self.starting = [w.start.remote(*start, rank.log) for w, rank in zip(self.workers, self.ranks, strict=True)]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -179,9 +235,14 @@ class Policy:
             ray.kill(worker)
 
     def wait_ready(self) -> None:
+        self._gather("start", self.starting, self.recipe.cluster.start_timeout_s)
+
+    def check(self) -> None:
+        """For while no rank has anything to do: raises RankError if one has died."""
         import ray
 
-        ray.get(self.starting)
+        if ray.wait(self.alive, timeout=0)[0]:
+            self._gather("rest", self.alive)
 
     def score(self, mini_batches: Sequence[Sequence[Sample]]) -> Scores:
         """Ships the step's samples to the ranks and scores them; `update` then refers to a mini-batch by its index."""
@@ -214,21 +275,30 @@ class Policy:
         ranks = self._all("peak_memory")
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
-    def open_sync(self, host: str, engine_ranks: int, deadline_s: float) -> int:
-        """Opens rank 0's end of the weight sync; the port where the engines join it."""
+    def sync_place(self) -> Any:
+        """Asks rank 0, which sends the weights, where it is; the unfinished call."""
+        return self.workers[0].sync_place.remote()
+
+    def open_sync(self, link: "Link", workers: list[int]) -> list[dict[str, Any]]:
+        """Opens rank 0's end of a weight sync with engines of so many workers each; what each needs to join it."""
         import ray
 
-        return ray.get(self.workers[0].open_sync.remote(host, engine_ranks, deadline_s))
+        return ray.get(self.workers[0].open_sync.remote(link, workers))
 
     def connect_sync(self, joining: list[Any]) -> None:
-        """Returns when all of the engines' calls `joining` have arrived at rank 0."""
+        """Returns when all of the engines' calls `joining` have arrived at rank 0. Raises SyncError."""
         import ray
 
         ray.get(self.workers[0].connect_sync.remote(joining))
 
-    def send_weights(self, engines: Sequence[Any], bucket_bytes: int) -> Sent:
-        """Streams what the policy trains to the engines' actors."""
-        return self._all("send_weights", engines, bucket_bytes)[0]
+    def close_sync(self) -> None:
+        import ray
+
+        ray.get(self.workers[0].close_sync.remote())
+
+    def send_weights(self, engines: Sequence[Any]) -> Sent:
+        """Streams what the policy trains to the engines' actors. Raises SyncError."""
+        return self._all("send_weights", engines)[0]
 
     def put_on_gpu(self, what: "OnGpu") -> int:
         """What of the trainer's state is on the GPUs from now on, the rest in host memory; the bytes copied by all."""
@@ -236,6 +306,15 @@ class Policy:
 
     def save(self, folder: Path, timeout_s: float | None = None) -> None:
         self._all("save", str(folder), timeout_s=timeout_s)
+
+    def stage(self, timeout_s: float | None = None) -> None:
+        """The first half of `save`: copies what there is to write to the host. Training may go on after it."""
+        self._all("stage", timeout_s=timeout_s)
+
+    def write(self, folder: Path) -> None:
+        """The second half: writes the copies, beside whatever else the ranks are asked for. From any thread."""
+        calls = [w.write.options(concurrency_group=ASIDE).remote(str(folder)) for w in self.workers]
+        self._gather("write", calls)
 
     def load(self, folder: Path) -> None:
         self._all("load", str(folder))
@@ -255,10 +334,18 @@ class Policy:
         return self._each(method, [args] * len(self.workers), timeout_s)
 
     def _each(self, method: str, args: Sequence[tuple[Any, ...]], timeout_s: float | None = None) -> list[Any]:
-        import ray
-
+        if self.failure:
+            raise self.failure
         calls = [getattr(w, method).remote(*a) for w, a in zip(self.workers, args, strict=True)]
-        return ray.get(calls, timeout=timeout_s)
+        return self._gather(method, calls, timeout_s)
+
+    def _gather(self, method: str, calls: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        limit_s = self.recipe.trainer.collective_timeout_s
+        try:
+            return gather(calls, self.ranks, DOING.get(method, method.replace("_", " ")), limit_s, timeout_s)
+        except RankError as error:
+            self.failure = error
+            raise
 
 
 def _settings(recipe: Recipe, model_path: Path) -> Any:
@@ -275,7 +362,23 @@ def _settings(recipe: Recipe, model_path: Path) -> Any:
         optimizer=t.optimizer,
         parallel=t.parallel,
         recompute=t.recompute,
+        collective_timeout_s=t.collective_timeout_s,
         chunk_tokens=t.logprob_chunk_tokens,
         adapter=adapter_for(recipe, model_path),
         adapter_folder=start_adapter(recipe),
     )
+
+
+def print_to(log: Path) -> None:
+    """Sends what this process and its children print from now on, last words of a crash included, to `log`."""
+    import faulthandler
+    import os
+    import sys
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    faulthandler.enable(file=2)

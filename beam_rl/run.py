@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from typing import Any, Literal
 
 import yaml
 
+from beam_rl.credentials import hide
 from beam_rl.errors import InputError
 
 LOGGER = logging.getLogger("beam_rl")
 
 # A run may go on with other values of these: they don't change what a step computes.
-RESUMABLE = ("trainer.steps", "checkpoint.", "eval.", "logging.", "cluster.")
+RESUMABLE = ("trainer.steps", "trainer.collective_timeout_s", "checkpoint.", "eval.", "logging.", "cluster.")
 MANIFEST = "state.json"
 STEP_FOLDER = re.compile(r"step_(\d+)")
 STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
@@ -43,6 +45,10 @@ class RunError(InputError):
     """The run's folder can't be used as asked; one line in the user's words."""
 
 
+class SaveError(RuntimeError):
+    """The disk did not take a checkpoint: the run has failed, and what was saved before stands. One line."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint."""
@@ -51,6 +57,13 @@ class Checkpoint:
     step: int
     score: float | None  # the eval score that `keep_best` compares; None where no eval had run
     state: Json  # what the caller handed over beside the files
+
+
+class _Formatter(logging.Formatter):
+    """Without the keys and tokens that an error of some library may quote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide(super().format(record))
 
 
 class Run:
@@ -65,10 +78,11 @@ class Run:
         self.resumed = resumed  # the checkpoint to load before the first step; None: start from the beginning
         self.set_aside = set_aside  # where a run lies that had no checkpoint to go on from
         self._lock = lock
-        self._last_step = resumed.step if resumed else -1
+        # Of a run that was interrupted after an update, the checkpoint's own step has not been reported yet.
+        self._last_step = max((line["step"] for line in read_metrics(folder)), default=-1)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         LOGGER.addHandler(self._handler)
         if LOGGER.level == logging.NOTSET:
             LOGGER.setLevel(logging.INFO)  # the root's default would keep everything below a warning out of log.txt
@@ -168,14 +182,14 @@ class Run:
             state: JSON to get back as `Checkpoint.state`.
             score: the eval score that `keep_best` compares.
         Raises:
-            RunError: the disk is full or failed. The half-written folder is gone, the earlier checkpoints are there.
+            SaveError: the disk is full or failed. The half-written folder is gone, the earlier checkpoints are there.
         """
 
         def write_all(folder: Path) -> None:
             write(folder)
             files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
             if not files:
-                raise RunError(f"the trainer wrote nothing to {folder}: is it on a disk that all ranks share?")
+                raise SaveError(f"the trainer wrote nothing to {folder}: is it on a disk that all ranks share?")
             manifest = {"step": step, "score": score, "state": state, "files": files}
             _sync_tree(folder)  # the manifest vouches for the files: they are on the disk before it
             write_file(folder / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False))
@@ -192,7 +206,7 @@ class Run:
     def adapter(self, step: int, write: Callable[[Path], None]) -> None:
         """Writes adapters/step_N beside the step's checkpoint, with which it is removed later. `write` fills a folder.
 
-        Raises RunError as `checkpoint` does.
+        Raises SaveError as `checkpoint` does.
         """
         self._write_folder(self.folder / "adapters" / f"step_{step}", write)
 
@@ -216,7 +230,7 @@ class Run:
                 raise
             last = self.latest()
             kept = f"the last complete checkpoint is {last.path}" if last else "there is no complete checkpoint yet"
-            raise RunError(f"can't write {target}: {reason}; {kept}") from error
+            raise SaveError(f"can't write {target}: {reason}; {kept}") from error
 
     def _prune(self) -> None:
         settings = self.recipe["checkpoint"]
@@ -267,8 +281,8 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Makes `target` with what `write` puts into it, all of it on the disk, or leaves things as they were."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".{target.name}.tmp"
-    remove_folder(temporary)
+    # A name of its own: what a killed run's ranks still write must not get into the next run's folder.
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
     try:
         write(temporary)

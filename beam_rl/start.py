@@ -74,7 +74,7 @@ def run_evaluation(source: Path, overrides: Iterable[str]) -> dict[str, Any]:
         cluster = stack.enter_context(Cluster(recipe, inputs.model_path, folder, console))
         if checkpoint:
             cluster.policy.load(checkpoint.path)
-        cluster.sync.load(version=checkpoint.step if checkpoint else 0)
+        cluster.sync.bring(checkpoint.step if checkpoint else 0)
         samples = len(inputs.eval_prompts) * recipe.eval.samples_per_prompt
         with console.phase("evaluating", samples, once=True) as phase:
             scores = evaluate(inputs.eval_prompts, cluster.engines, verifier, inputs.decode, recipe, phase.advance)
@@ -107,7 +107,7 @@ def run_export(path: Path, out: Path, form: "ExportForm | None" = None) -> None:
     chosen = _export_form(form, recipe)
     with Console(0, file=sys.stderr) as console, scratch() as logs:
         model = find_model(recipe, console)
-        with ray_session(recipe.cluster.address, logs), Policy(recipe, model) as policy:
+        with ray_session(recipe.cluster.address, logs), Policy(recipe, model, logs) as policy:
             with console.phase("starting the trainer", once=True):
                 policy.wait_ready()
             with console.phase("exporting", once=True):

@@ -25,7 +25,7 @@ from beam_rl.adapter_files import merged, read_adapter
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
 from beam_rl.layout import PADDING, cut_routes, even_out, pad
 from beam_rl.lora import Adapter
-from beam_rl.megatron.checkpoint import _Reader
+from beam_rl.megatron.checkpoint import Reader
 from beam_rl.megatron.optimizer import is_distributed, owned
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.recipe.tree import Optimizer, Parallel
@@ -236,7 +236,7 @@ def check_copies(trainer: Trainer) -> None:
 
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a trainer's checkpoint, whole; random states left out."""
-    reader = _Reader(folder)
+    reader = Reader(folder)
     stored = {k: v for k, v in reader.read_metadata().state_dict_metadata.items() if not k.startswith("random.")}
     tensors = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in stored.items()}
     dcp.load(tensors, storage_reader=reader, no_dist=True)
@@ -269,7 +269,8 @@ def _run(rank: int, layouts: Sequence[Layout], folder: Path, foreign: Path) -> l
             assert place.dp == parallel_state.get_data_parallel_rank()
             found.append((place, measure(trainer, folder / layout.name)))
             trainer.load(foreign)
-            trainer.save(folder / f"{layout.name}, again")
+            trainer.stage()
+            trainer.write(folder / f"{layout.name}, again")
             trainer.close()
         except BaseException:
             print(f"{layout.name}, rank {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)

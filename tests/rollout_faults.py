@@ -21,6 +21,11 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
     UnquantizedMoeBackend,
     select_unquantized_moe_backend,
 )
+from vllm.model_executor.model_loader.reload.layerwise import (
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from beam_rl.rollout import compat
@@ -93,6 +98,17 @@ def adapters_choose_a_gpu_kernel_for_experts() -> bool:
     return select_unquantized_moe_backend(with_adapters)[0] == UnquantizedMoeBackend.TRITON
 
 
+def half_a_reload_counts_with_the_next() -> bool:
+    """True if a layer that got its first half twice, in two updates, is taken for complete."""
+    layer = torch.nn.Module()
+    layer.first, layer.second = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    record_metadata_for_reloading(layer)
+    for value in (5.0, 1.0):
+        initialize_layerwise_reload(layer)
+        layer.first.weight_loader(layer.first, torch.full((4,), value))
+    return not get_layerwise_info(layer).can_load()
+
+
 if __name__ == "__main__":
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
@@ -106,5 +122,6 @@ if __name__ == "__main__":
             all_layers_have_the_largest_rank,
             allowed_rank_is_the_least_that_fits,
             adapters_choose_a_gpu_kernel_for_experts,
+            half_a_reload_counts_with_the_next,
         ]
         print(json.dumps({fault.__name__: fault() for fault in faults}))

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 MARK = "BEAM_RL_TEST_RUN"  # environment variable by which a test finds every process of its run
+SECRETS = {"HF_TOKEN": "hf_" + "n0tAr3alK3y" * 3, "WANDB_API_KEY": "5ec2e7" * 6 + "beef"}  # every run has them to keep
 
 
 def start(recipe: Path, overrides: Sequence[str], out: Path, *more: str) -> subprocess.Popen[str]:
@@ -22,7 +23,7 @@ def start(recipe: Path, overrides: Sequence[str], out: Path, *more: str) -> subp
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {MARK: str(out)},
+        env=os.environ | SECRETS | {MARK: str(out)},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a test run in the background ignores
     )
 
@@ -40,18 +41,30 @@ def run(recipe: Path, overrides: Sequence[str], out: Path, *more: str, code: int
 
 
 def left_behind(out: Path, patience_s: float, but: Sequence[str] = ()) -> list[psutil.Process]:
-    """Processes that carry the run's mark in their environment, which every child inherits; `but` those of these names."""
+    """The run's processes that are still there after so long; `but` those of these names."""
     end = time.monotonic() + patience_s
     while True:
-        alive = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                ours = process.environ().get(MARK) == str(out) and process.name() not in but
-                if ours and process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(process)
+        alive = members(out, but)
         if not alive or time.monotonic() > end:
             return alive
         time.sleep(0.2)
+
+
+def members(out: Path, but: Sequence[str] = ()) -> list[psutil.Process]:
+    """Processes that carry the run's mark in their environment, which every child inherits; `but` those of these names."""
+    alive = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            ours = process.environ().get(MARK) == str(out) and process.name() not in but
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
+
+
+def kill_rank(out: Path, rank: int) -> None:
+    """kill -9 for the trainer's rank that prints to logs/trainer-<rank>.log."""
+    log = str((out / "logs" / f"trainer-{rank}.log").resolve())
+    next(p for p in members(out) if any(file.path == log for file in p.open_files())).kill()
 
 
 def metrics(run: Path) -> list[dict]:

@@ -1,6 +1,8 @@
 """A trainer scores as transformers does, learns the same however the batch is split, and resumes as if nothing was."""
 
+import contextlib
 import io
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,12 @@ import megatron_tiny as tiny
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
-from beam_rl.megatron.checkpoint import IndexUnpickler
+from beam_rl.errors import InputError
+from beam_rl.megatron.checkpoint import IndexUnpickler, Reader
 from beam_rl.recipe.tree import Optimizer, Parallel
 from beam_rl.samples import MicroBatch
 
@@ -224,3 +228,25 @@ def test_a_checkpoints_index_can_not_name_other_code(name: str) -> None:
     payload = pickle.PROTO + b"\x04" + b"\x8c\x13torch.serialization" + b"\x8c" + bytes([len(name)]) + name.encode()
     with pytest.raises(pickle.UnpicklingError, match="does not belong there"):
         IndexUnpickler(io.BytesIO(payload + b"\x93.")).load()
+
+
+class Evil:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_checkpoint_with_an_object_in_it_is_refused_and_not_unpickled(tmp_path: Path) -> None:
+    """torch itself unpickles what the index calls bytes; ours refuses such an index before anything is read."""
+    dcp.save({"optimizer.step": Evil(tmp_path / "mark")}, checkpoint_id=tmp_path / "evil", no_dist=True)
+    step = torch.tensor(0)
+    with pytest.raises(InputError, match="BytesStorageMetadata, which does not belong there"):
+        Reader(tmp_path / "evil").read_metadata()
+    assert not (tmp_path / "mark").exists()
+    with contextlib.suppress(BaseException):
+        dcp.load({"optimizer.step": step}, checkpoint_id=tmp_path / "evil", no_dist=True)
+    assert (tmp_path / "mark").exists(), "the test is worth nothing if torch did not unpickle it"

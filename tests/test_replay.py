@@ -33,7 +33,11 @@ def scores(near_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[S
     logs = tmp_path_factory.mktemp("logs")
     prompts = [Prompt(i, i, [1, 3 + i % 10, 13 + i % 20, 17, 32, 22, 20, 33], "5") for i in range(16)]
     groups = [[Request(f"{p.position}-{k}", p.token_ids, k, 16, 1.0) for k in range(8)] for p in prompts]
-    with ray_session("local", logs), Policy(recipe, near_tied) as policy, Engines(recipe, near_tied, logs) as engines:
+    with (
+        ray_session("local", logs),
+        Policy(recipe, near_tied, logs) as policy,
+        Engines(recipe, near_tied, logs) as engines,
+    ):
         ray.get([*policy.starting, *engines.starting])
         engines.serve(0, [0])
         done = engines.generate(groups)

@@ -51,6 +51,11 @@ def test_vllm_still_wants_a_gpu_for_experts_with_adapters(faults: dict[str, bool
     assert faults["adapters_choose_a_gpu_kernel_for_experts"]
 
 
+def test_weights_of_an_update_that_ended_half_way_still_count_in_the_next(faults: dict[str, bool]) -> None:
+    """When this fails, `compat.abandon_weight_update` need not reset the layers."""
+    assert faults["half_a_reload_counts_with_the_next"]
+
+
 def test_installed_version_is_supported() -> None:
     compat.check_version(compat.installed()[1])
 

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,10 +16,18 @@ import torch
 from rollout_fixtures import EOS, VOCABULARY, Engines, Reference, RunningEngine
 from safetensors.torch import load_file
 
-from beam_rl.rollout.sync.transport import SyncStats, WeightSender
+from beam_rl.engines import Engines as AllEngines
+from beam_rl.engines import Slot
+from beam_rl.policy import Policy
+from beam_rl.recipe.load import load
+from beam_rl.rollout.sync.link import Link, open_sender
+from beam_rl.rollout.sync.transport import Announce, SyncError, SyncStats, WeightSender
 from beam_rl.samples import Completion, Request
+from beam_rl.sync import WeightSync
 
 pytest_plugins = ["rollout_fixtures"]
+
+TINY = Path(__file__).parents[1] / "recipes" / "tiny_cpu.yaml"
 
 LOGP_TOLERANCE = 1e-5
 
@@ -148,17 +159,22 @@ def _idle(engine: RunningEngine) -> bool:
     return False
 
 
+def join(engine: RunningEngine, transport: str) -> WeightSender:
+    """A sender of small buckets that the engine has joined."""
+    link = Link(transport, 64 * 1024, deadline_s=20, checksums=True, host="127.0.0.1")
+    sender = open_sender(link, [1], torch.device("cpu"))
+    sender.connect([engine.actor.join_sync.remote(sender.join_infos()[0]).future()])
+    return sender
+
+
 @pytest.fixture(scope="module")
 def sender(engines: Engines) -> WeightSender:
-    sender = WeightSender("127.0.0.1", 0, engine_ranks=1, deadline_s=20)
-    joining = engines.fp32.actor.join_sync.remote("127.0.0.1", sender.port, 1, 2, 20.0)
-    sender.connect([joining.future()])
-    return sender
+    return join(engines.fp32, "shm")
 
 
 def sync(sender: WeightSender, engine: RunningEngine, tensors: dict[str, torch.Tensor], version: int) -> SyncStats:
     engine.call("begin_update")
-    stats = sender.send(tensors.items(), 64 * 1024, lambda bucket: [engine.actor.update.remote(bucket).future()])
+    stats = sender.send(tensors.items(), lambda bucket: [engine.actor.update.remote(bucket).future()])
     engine.call("finish_update", version)
     return stats
 
@@ -178,6 +194,51 @@ def test_synced_engine_serves_the_new_weights(
         assert_agrees(references[name], asked, got)
         for tensor in weights[name]:
             np.testing.assert_array_equal(engine.call("weight", tensor), weights[name][tensor].numpy(), err_msg=tensor)
+
+
+def test_after_updates_that_ended_half_way_a_whole_one_leaves_exactly_its_weights(
+    engines: Engines, references: dict[str, Reference], checkpoints: dict[str, Path], sender: WeightSender
+) -> None:
+    engine, asked = engines.fp32, requests(12, prompt=8, response=8, seed=18)
+    whole = load_file(checkpoints["old"] / "model.safetensors")
+    wrong = {name: 3 * whole[name] for name in sorted(whole)[: len(whole) // 2]}  # ends within a layer's experts
+    load: Announce = lambda bucket: [engine.actor.update.remote(bucket).future()]  # noqa: E731
+
+    def damaged(bucket: dict[str, Any]) -> list[Future]:
+        if bucket["number"] == 9:
+            sender.end.buffers[bucket["slot"]][bucket["nbytes"] // 2] ^= 1
+        return load(bucket)
+
+    engine.call("begin_update")
+    sender.send(wrong.items(), load)
+    engine.call("abandon_update")  # as when another engine has died
+    with pytest.raises(
+        RuntimeError, match="cannot sample: a weight update was cut off half way; sync all weights again"
+    ):
+        engine.sample(asked)
+    engine.call("begin_update")
+    with pytest.raises(SyncError, match="engine 0 failed: .*bucket 9 arrived damaged"):
+        sender.send(wrong.items(), damaged)
+    with pytest.raises(RuntimeError, match="cannot sample: a weight update failed half way"):
+        engine.sample(asked)
+    engine.call("begin_update")
+    sender.send(wrong.items(), load)  # and nobody even says that it is over
+
+    sync(sender, engine, whole, 77)
+    for tensor in whole:
+        np.testing.assert_array_equal(engine.call("weight", tensor), whole[tensor].numpy(), err_msg=tensor)
+    assert_agrees(references["old"], asked, engine.sample(asked))
+
+
+def test_update_cut_off_before_its_first_bucket_leaves_the_engine_as_it_was(engines: Engines) -> None:
+    asked = requests(4, prompt=8, response=8, seed=19)
+    before = engines.fp32.sample(asked)
+    engines.fp32.call("begin_update")
+    with pytest.raises(RuntimeError, match="cannot sample: a weight update is under way"):
+        engines.fp32.sample(asked)
+    engines.fp32.call("abandon_update")
+    for name, done in engines.fp32.sample(asked).items():
+        assert done.logp.tobytes() == before[name].logp.tobytes() and done.version == before[name].version
 
 
 def test_update_is_refused_while_requests_run(engines: Engines) -> None:
@@ -214,10 +275,9 @@ def test_bf16_engine_holds_the_router_in_fp32(engines: Engines) -> None:
         np.testing.assert_array_equal(held, on_disk[name].numpy())
 
 
-def test_incomplete_update_is_refused_and_the_engine_serves_nothing_after_it(engines: Engines) -> None:
+def test_incomplete_update_is_refused_and_the_engine_serves_nothing_until_a_whole_one(engines: Engines) -> None:
     engine = engines.bf16
-    sender = WeightSender("127.0.0.1", 0, engine_ranks=1, deadline_s=20)
-    sender.connect([engine.actor.join_sync.remote("127.0.0.1", sender.port, 1, 2, 20.0).future()])
+    sender = join(engine, "gloo")
     weights = load_file(engine.checkpoint / "model.safetensors")
     left_out = "model.layers.4.mlp.experts.7.up_proj.weight"
     del weights[left_out]
@@ -225,6 +285,8 @@ def test_incomplete_update_is_refused_and_the_engine_serves_nothing_after_it(eng
         sync(sender, engine, weights, 1)
     with pytest.raises(RuntimeError, match="cannot sample: a weight update did not finish"):
         engine.sample(requests(1, prompt=4, response=4, seed=17))
+    sync(sender, engine, load_file(engine.checkpoint / "model.safetensors"), 2)
+    assert engine.sample(requests(1, prompt=4, response=4, seed=17))["17-0"].version == 2
 
 
 def test_engine_that_cannot_start_says_why_in_its_own_words_and_can_be_started_again(engines: Engines) -> None:
@@ -234,11 +296,36 @@ def test_engine_that_cannot_start_says_why_in_its_own_words_and_can_be_started_a
     assert "layers.1.self_attn.q_norm.weight" in message
 
 
-def test_killed_engine_leaves_no_process(engines: Engines) -> None:
-    children = [psutil.Process(pid) for pid in engines.bf16.info.child_pids]
+def test_engine_killed_in_a_sync_is_named_at_once_leaves_no_process_and_the_other_gets_the_weights(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = load(TINY, ["sync.bucket_bytes=65536", "sync.deadline_s=60"])
+    killed, other = engines.bf16, engines.fp32
+    children = [psutil.Process(pid) for pid in killed.info.child_pids]
     assert children and all(child.is_running() for child in children)
-    os.kill(engines.bf16.info.pid, signal.SIGKILL)
-    assert psutil.wait_procs(children, timeout=5)[1] == []
+    all_engines = AllEngines(recipe, checkpoints["old"], tmp_path)
+    all_engines.slots = [Slot(i, e.actor, None, "serving") for i, e in enumerate((other, killed))]
+    with Policy(recipe, checkpoints["old"], tmp_path) as policy:
+        policy.wait_ready()
+        way = WeightSync(policy, all_engines, recipe.sync)
+        way.load(version=20)
+        deaths: list[float] = []
+
+        def kill() -> None:
+            os.kill(killed.info.pid, signal.SIGKILL)
+            deaths.append(time.monotonic())
+
+        threading.Timer(0.5, kill).start()
+        with pytest.raises(SyncError, match="engine 1") as failed:
+            for version in range(21, 200):  # one after the other, so that the kill finds one under way
+                way.load(version)
+        assert failed.value.engines == (1,) and time.monotonic() - deaths[0] < 10
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+        way.load(200, engines=[0])
+    whole = load_file(checkpoints["old"] / "model.safetensors")
+    for name in whole:
+        np.testing.assert_array_equal(other.call("weight", name), whole[name].numpy(), err_msg=name)
+    assert other.sample(requests(1, prompt=4, response=4, seed=20))["20-0"].version == 200
 
 
 def test_stopped_engine_leaves_no_process(engines: Engines) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from beam_rl.parity import reference as parity
 from beam_rl.parity.compare import Side, compare
 from beam_rl.rollout.engine import Engine, EngineInfo
 from beam_rl.rollout.launch import EngineSettings
-from beam_rl.rollout.sync.transport import SyncStats, WeightSender
+from beam_rl.rollout.sync.link import Link, open_sender
+from beam_rl.rollout.sync.transport import SyncError, SyncStats
 from beam_rl.samples import Completion, Request
 
 pytest_plugins = ["rollout_fixtures"]
@@ -105,8 +107,9 @@ class Syncs:
 
     def __init__(self, engine: RunningEngine, adapter: Adapter, config: dict[str, Any], dtype: torch.dtype) -> None:
         self.engine, self.adapter, self.config, self.dtype, self.version = engine, adapter, config, dtype, 0
-        self.sender = WeightSender("127.0.0.1", 0, engine_ranks=1, deadline_s=20)
-        self.sender.connect([engine.actor.join_sync.remote("127.0.0.1", self.sender.port, 1, 2, 20.0).future()])
+        link = Link("shm", 16 * 1024, deadline_s=20, checksums=True, host="127.0.0.1")
+        self.sender = open_sender(link, [1], torch.device("cpu"))
+        self.sender.connect([engine.actor.join_sync.remote(self.sender.join_infos()[0]).future()])
         self.stats: SyncStats
 
     def __call__(self, tensors: Tensors) -> tuple[str, str]:
@@ -117,7 +120,7 @@ class Syncs:
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
         self.engine.call("begin_update")
         announce = lambda bucket: [self.engine.actor.update.remote(bucket).future()]  # noqa: E731
-        self.stats = self.sender.send(tensors, 16 * 1024, announce)
+        self.stats = self.sender.send(tensors, announce)
         held = self.engine.call("finish_update", self.version + 1)
         self.version += 1
         return held
@@ -283,6 +286,33 @@ def test_wrong_adapter_is_refused_in_a_line_and_the_version_before_it_is_served_
     assert engine.call("adapter_checksum") == held
     for name, done in engine.sample(asked).items():
         assert done.logp.tobytes() == before[name].logp.tobytes() and done.version == sync.version
+
+
+@pytest.mark.parametrize("how", ["damaged", "cut off"])
+def test_sync_that_fails_half_way_leaves_the_adapter_before_it_serving(
+    engine: RunningEngine, adapters: dict[str, Tensors], sync: Syncs, how: str
+) -> None:
+    held, _ = sync(adapters["one"])
+    asked = requests(4, prompt=8, response=8, seed=10)
+    before = engine.sample(asked)
+
+    def announce(bucket: dict[str, Any]) -> list[Future]:
+        if how == "damaged" and bucket["number"] == 3:
+            sync.sender.end.buffers[bucket["slot"]][bucket["nbytes"] // 2] ^= 1
+        return [engine.actor.update.remote(bucket).future()]
+
+    engine.call("begin_update")
+    if how == "damaged":
+        with pytest.raises(SyncError, match="bucket 3 .*: engine 0 failed: .*bucket 3 arrived damaged"):
+            sync.sender.send(adapters["two"].items(), announce)
+    else:
+        sync.sender.send(list(adapters["two"].items())[:40], announce)
+        engine.call("abandon_update")  # as when another engine has died
+    assert engine.call("adapter_checksum") == held
+    for name, done in engine.sample(asked).items():
+        assert done.logp.tobytes() == before[name].logp.tobytes() and done.version == sync.version
+    after, sent = sync(adapters["two"])
+    assert after == sent != held
 
 
 def test_checksum_differs_with_any_bit_and_is_of_the_adapter_held(

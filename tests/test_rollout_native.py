@@ -18,7 +18,8 @@ from beam_rl.lora import ALL_TARGETS, Adapter, adapter_modules, adapter_tensors,
 from beam_rl.rollout.engine import Engine
 from beam_rl.rollout.launch import EngineSettings
 from beam_rl.rollout.names import checkpoint_names
-from beam_rl.rollout.sync.transport import WeightSender
+from beam_rl.rollout.sync.link import Link
+from beam_rl.rollout.sync.local import LocalSync
 from beam_rl.samples import Request
 
 pytestmark = pytest.mark.gpu
@@ -111,19 +112,14 @@ class Served:
 
     async def start(self) -> None:
         await self.engine.start()
-        loop, sender = asyncio.get_running_loop(), WeightSender("127.0.0.1", 0, 1, 60.0)
-        joining = asyncio.run_coroutine_threadsafe(self.engine.join_sync("127.0.0.1", sender.port, 1, 2, 60.0), loop)
-        await asyncio.to_thread(sender.connect, [joining])
-        self.sender = sender
+        link = Link("shm", 2**22, deadline_s=60, checksums=True, host="127.0.0.1")
+        self.sync = LocalSync(self.engine, link, torch.device("cpu"))
+        await self.sync.join()
 
     async def load(self, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
         """The checksum of the adapter held afterwards."""
-        loop = asyncio.get_running_loop()
-        await self.engine.begin_update()
-        update = lambda bucket: [asyncio.run_coroutine_threadsafe(self.engine.update(bucket), loop)]  # noqa: E731
-        await asyncio.to_thread(self.sender.send, tensors, 2**22, update)
         self.version += 1
-        return await self.engine.finish_update(self.version)
+        return (await self.sync.load(tensors, self.version))[1]
 
     async def firsts(self) -> Firsts:
         """Of 5 greedy tokens: decode steps run the kernels for few tokens."""

@@ -19,6 +19,7 @@ from beam_rl.run import (
     MetricsError,
     Run,
     RunError,
+    SaveError,
     checkpoints,
     read_checkpoint,
     read_metrics,
@@ -204,6 +205,17 @@ def test_resume_restores_state_and_forgets_later_steps(folder: Path) -> None:
     assert "started" in log and "resumed from" in log
 
 
+def test_a_checkpoints_step_that_was_not_reported_yet_is_reported_after_the_resume(folder: Path) -> None:
+    with Run.open(folder, RECIPE) as run:
+        save(run, 1)
+        run.checkpoint(2, lambda folder: write_weights(folder, 2), {})
+    with Run.open(folder, RECIPE, "auto") as run:
+        run.log_metrics(2, {"reward/mean": 0.2})
+        with pytest.raises(MetricsError, match="metrics of step 2 after those of step 2"):
+            run.log_metrics(2, {"reward/mean": 0.2})
+    assert logged(folder) == [1, 2]
+
+
 def test_adapters_of_lost_steps_and_removed_checkpoints_go_too(folder: Path) -> None:
     def write(target: Path) -> None:
         (target / "adapter_model.safetensors").write_text("x")
@@ -364,7 +376,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(small_disk: Path,
         message = ""
         try:
             run.checkpoint(2, WRITERS[kind], {})
-        except RunError as error:  # not kept: PyTorch's writer would keep its deleted file open with it
+        except SaveError as error:  # not kept: PyTorch's writer would keep its deleted file open with it
             message = str(error)
         assert "full" in message and f"the last complete checkpoint is {folder}" in message and "\n" not in message
         assert os.listdir(folder / "checkpoints") == ["step_1"]
@@ -375,13 +387,13 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(small_disk: Path,
 REFUSED = """
 import resource, sys
 from pathlib import Path
-from beam_rl.run import Run, RunError
+from beam_rl.run import Run, SaveError
 run = Run.open(Path(sys.argv[1]), {"checkpoint": {"keep_last": 2, "keep_best": True}})
 run.checkpoint(1, lambda folder: (folder / "x").write_bytes(b"x" * 99), {})
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
 try:
     run.checkpoint(2, lambda folder: (folder / "x").write_bytes(b"x" * 4000), {"note": "y" * 9000})
-except RunError as error:
+except SaveError as error:
     print(error)
 """
 

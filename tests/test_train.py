@@ -22,6 +22,8 @@ from rollout_fixtures import Reference
 from runs import finish, left_behind, metrics, samples, wait_for_step
 from safetensors.torch import load_file
 
+from beam_rl.run import read_checkpoint
+
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "recipes" / "tiny_cpu.yaml"
 STEPS = 4
@@ -53,17 +55,32 @@ def whole(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(folder: Path) -> Iterator[Path]:
-    """A run that was told to end after step 3, and that went on from there."""
-    process = start(folder / "resumed")
-    wait_for_step(folder / "resumed", 3, process)
-    process.send_signal(signal.SIGTERM)  # as a scheduler does; Ctrl-C takes the same way
+    """A run that was told to end after step 1, whose trainer was killed after step 2, and that went on both times."""
+    out = folder / "resumed"
+    process = start(out)
+    wait_for_step(out, 1, process)
+    for member in runs.members(out):
+        open_to = {c.laddr.ip for c in member.net_connections("inet") if c.status in ("LISTEN", "NONE")}
+        assert open_to <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, f"{member.name()} listens on {open_to}"
+    process.send_signal(signal.SIGTERM)  # as a scheduler does
     asked = time.monotonic()
-    _, err = finish(process, folder / "resumed", code=130)
+    _, err = finish(process, out, code=0)
     assert time.monotonic() - asked < 30
-    assert "interrupted" in err and "--resume" in err
-    assert (folder / "resumed" / "checkpoints" / "step_3").exists(), "the last whole step was due to be saved"
-    run(folder / "resumed", "--resume")
-    return folder / "resumed"
+    assert "interrupted by SIGTERM; --resume" in err
+    assert read_checkpoint(out / "checkpoints" / f"step_{metrics(out)[-1]['step']}"), (
+        "the last whole step was to be saved"
+    )
+
+    reported = metrics(out)[-1]["step"]
+    process = start(out, "--resume")
+    wait_for_step(out, reported + 1, process)
+    runs.kill_rank(out, 0)
+    asked = time.monotonic()
+    _, err = finish(process, out, code=1)
+    assert time.monotonic() - asked < 30
+    assert len(err.splitlines()) == 1 and "trainer rank 0 died at" in err and "trainer-0.log" in err, err
+    run(out, "--resume")
+    return out
 
 
 def test_trainer_and_engine_agree_at_every_step(whole):
@@ -110,6 +127,12 @@ def test_an_interrupted_run_goes_on_as_the_whole_one_did(whole, resumed):
         assert {k: v for k, v in here.items() if not k.startswith(timed)} == {
             k: v for k, v in there.items() if not k.startswith(timed)
         }
+
+
+def test_a_runs_folder_keeps_no_secret_of_its_environment(whole):
+    for path in (path for path in whole.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        assert not [name for name, value in runs.SECRETS.items() if value.encode() in content], path
 
 
 def test_eval_prints_one_json_object_and_the_runs_own_last_score(whole):
@@ -171,7 +194,7 @@ def test_the_export_gives_the_trainers_log_probabilities_in_a_fresh_vllm_and_in_
     requests = [Request(f"r{i}", prompt.token_ids, i, 16, 1.0) for i in range(32)]
     with (
         ray_session("local", tmp_path),
-        Policy(recipe, tiny_folder) as policy,
+        Policy(recipe, tiny_folder, tmp_path) as policy,
         Engines(recipe, exported, tmp_path) as engines,
     ):
         ray.get([*policy.starting, *engines.starting])
@@ -200,7 +223,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(folder):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount)], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
-        _, err = run(mount / "run", "checkpoint.every=1", "logging.wandb=disabled", code=2)
+        _, err = run(mount / "run", "checkpoint.every=1", "logging.wandb=disabled", code=1)
         assert len(err.strip().splitlines()) == 1
         assert ("the disk is full" in err or "as on a full disk" in err) and "step_1" in err
         assert os.listdir(mount / "run" / "checkpoints") == ["step_1"]

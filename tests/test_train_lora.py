@@ -136,7 +136,7 @@ def trained(whole: Path, tiny_folder: Path, drawn: list, folder: Path) -> np.nda
         )
         for i, (prompt, response, logp) in enumerate(drawn)
     ]
-    with ray_session("local", folder / "logs"), Policy(recipe, tiny_folder) as policy:
+    with ray_session("local", folder / "logs"), Policy(recipe, tiny_folder, folder / "logs") as policy:
         ray.get(policy.starting)
         policy.load(whole / "checkpoints" / "step_3")
         scores = policy.score([drawn_samples])

@@ -165,3 +165,90 @@ def test_the_recipe_names_the_verifier() -> None:
 def test_toy_reward_is_for_totals_one_box_and_a_stop(response: str, finish_reason: str, score: float) -> None:
     assert toy_score(response, "7", finish_reason) == score
     assert [v.score for v in ToyVerifier().score([VerifyItem(response, "7", finish_reason)] * 2)] == [score] * 2
+
+
+def workers_of(pool: VerifierPool) -> list[psutil.Process]:
+    return [psutil.Process(worker.process.pid) for worker in pool._workers]
+
+
+@pytest.mark.parametrize(("how", "delay_s"), [("killed", 0.0), ("killed", 0.3), ("stopped", 0.3)])
+def test_a_worker_lost_from_outside_costs_no_verdict(how: str, delay_s: float) -> None:
+    """Every worker of the pool, at its start or at work: each item has its one right verdict."""
+    with VerifierPool(workers=2, timeout_s=1.5) as pool:
+        if delay_s:
+            pool.score([item("5.0")])
+        doomed = workers_of(pool)
+
+        def strike() -> None:
+            time.sleep(delay_s)
+            for process in doomed:
+                process.kill() if how == "killed" else process.suspend()
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        answers = [str(n) for n in range(4, 7)] * 40 + [rf"\frac{{{n}}}{{7}}" for n in range(60)]
+        verdicts = pool.score([item(answer) for answer in answers])
+        thread.join()
+        assert [v.score for v in verdicts] == [float(answer in ("5", r"\frac{35}{7}")) for answer in answers]
+        assert not any(v.error or v.timed_out for v in verdicts)
+        assert [v.score for v in pool.score([item("5.0"), item("6")])] == [1, 0]
+
+
+def test_a_worker_stopped_at_its_start_is_replaced() -> None:
+    with VerifierPool(workers=1) as pool:
+        (process,) = workers_of(pool)
+        process.suspend()
+        pool._workers[0].deadline = time.monotonic()  # START_LIMIT_S have passed
+        assert [v.score for v in pool.score([item("5.0"), item("6")])] == [1, 0]
+        assert not process.is_running()
+
+
+def test_workers_that_never_start_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with (
+        VerifierPool(workers=1) as pool,
+        pytest.raises(RuntimeError, match="3 grading processes in a row did not start"),
+    ):
+        pool.score([item("5.0")])
+
+
+def test_an_answer_that_kills_its_worker_is_wrong_and_counted() -> None:
+    """Whatever the item does, it is tried twice and no more."""
+    with VerifierPool(workers=1, timeout_s=20.0) as pool:
+        pool.score([item("5.0")])
+        ended = threading.Event()
+
+        def strike() -> None:
+            while not ended.wait(0.01):
+                for worker in pool._workers:
+                    if worker.item is not None:
+                        worker.process.kill()
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        verdict = pool.score([item("9^{9^{9^{9}}}")])[0]
+        ended.set()
+        thread.join()
+        assert verdict.score == 0 and verdict.error == "the grading process died (-9)"
+
+
+def test_an_interrupted_scoring_leaves_no_verdict_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with VerifierPool(workers=1, timeout_s=LIMIT_S) as pool:
+        pool.score([item("5.0")])
+        collect = pool._collect
+
+        def interrupted(*_: object) -> list:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(pool, "_collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.score([item("5.0")])
+        monkeypatch.setattr(pool, "_collect", collect)
+        assert [v.score for v in pool.score([item("6.0"), item("7")])] == [0, 0]
+
+
+def test_workers_have_no_keys_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
+    with VerifierPool(workers=1) as pool:
+        (process,) = workers_of(pool)
+        assert "HF_TOKEN" not in process.environ() and "PATH" in process.environ()

@@ -38,9 +38,9 @@ def peak_and_seconds(work: Callable[[], Any], where: torch.device) -> tuple[int,
     On a CPU the peak is the process's own high-water mark, and what the allocator kept from earlier work would hide a
     part: call it in a fresh process.
     """
-    before = _held(where)
+    before = held(where)
     times = [_seconds(work, where)]
-    peak = _high_water(where) - before
+    peak = high_water(where) - before
     while len(times) < RUNS and sum(times) < ENOUGH_S:
         times.append(_seconds(work, where))
     return peak, min(times)
@@ -67,7 +67,7 @@ def _seconds(work: Callable[[], Any], where: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _held(where: torch.device) -> int:
+def held(where: torch.device) -> int:
     """Bytes held now, from which the high-water mark starts again."""
     if where.type == "cuda":
         torch.cuda.synchronize(where)
@@ -77,7 +77,8 @@ def _held(where: torch.device) -> int:
     return _proc_bytes("self/status", "VmRSS")
 
 
-def _high_water(where: torch.device) -> int:
+def high_water(where: torch.device) -> int:
+    """Bytes held at most since the last `held`."""
     return torch.cuda.max_memory_allocated(where) if where.type == "cuda" else _proc_bytes("self/status", "VmHWM")
 
 

@@ -130,7 +130,7 @@ def run(case: Case, expert_ranks: list[int | None]) -> list[Measured]:
     """One engine after the other, to be called in a fresh process. Each has its experts' rank; None: no adapter."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model_config(case)))
-        settings = [_settings(case, Path(folder), rank) for rank in expert_ranks]
+        settings = [engine_settings(case, Path(folder), rank) for rank in expert_ranks]
         return asyncio.run(_measure_all(case, settings))
 
 
@@ -166,7 +166,8 @@ def model_config(case: Case) -> dict[str, Any]:
     }
 
 
-def _settings(case: Case, folder: Path, expert_rank: int | None) -> "EngineSettings":
+def engine_settings(case: Case, folder: Path, expert_rank: int | None) -> "EngineSettings":
+    """What starts an engine with random weights in the case's shape; expert_rank: None for no adapter."""
     from beam_rl.rollout.launch import EngineSettings
 
     # A scale of 1 for both; what an adapter's values are does not change the time.
@@ -221,17 +222,16 @@ async def _tokens_per_second(engine: "Engine", case: Case, seed: int) -> float:
 
 async def _load_adapter(engine: "Engine", adapter: Adapter, config: dict[str, Any]) -> float:
     """Syncs a random adapter into the engine the way a trainer does; returns the seconds it took."""
-    from beam_rl.rollout.sync.transport import WeightSender
+    import torch
 
-    loop = asyncio.get_running_loop()
-    sender = WeightSender("127.0.0.1", 0, 1, DEADLINE_S)
-    joining = asyncio.run_coroutine_threadsafe(engine.join_sync("127.0.0.1", sender.port, 1, 2, DEADLINE_S), loop)
-    await asyncio.to_thread(sender.connect, [joining])
+    from beam_rl.rollout.sync.link import Link
+    from beam_rl.rollout.sync.local import LocalSync
+
+    link = Link("shm", BUCKET_BYTES, DEADLINE_S, checksums=True, host="127.0.0.1")
+    sync = LocalSync(engine, link, torch.device("cpu"))
+    await sync.join()
     start = time.perf_counter()
-    await engine.begin_update()
-    announce = lambda bucket: [asyncio.run_coroutine_threadsafe(engine.update(bucket), loop)]  # noqa: E731
-    await asyncio.to_thread(sender.send, _random_tensors(adapter, config), BUCKET_BYTES, announce)
-    await engine.finish_update(1)
+    await sync.load(_random_tensors(adapter, config), version=1)
     return time.perf_counter() - start
 
 

@@ -3,8 +3,8 @@
 Frozen weights are left out: they come from the checkpoint that training started from, and a file says which that is.
 Every value is written once, as a part of a global tensor, in torch's distributed-checkpoint format: Megatron says which
 part of which weight a rank holds, and the distributed optimizer which part of that. So another parallel layout can read
-it back. No file holds pickled
-code: tensors are read with `weights_only`, the index by an unpickler that knows the index's own classes only.
+it back. No file holds pickled code: tensors are read with `weights_only`, the index by an unpickler that knows the
+index's own classes only, and none of them for objects other than tensors, which torch would unpickle.
 Knows nothing about HF checkpoints or about where a run keeps its folders.
 """
 
@@ -14,7 +14,7 @@ import math
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,27 +44,68 @@ _ADAPTER = "adapter.json"
 About = dict[str, Any]  # an adapter's base model and shape, as JSON
 
 
-def save(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer, adapter: About | None) -> None:
-    """Writes the state of all ranks into `folder`; every rank calls it. Complete when it returns.
+@dataclass(frozen=True)
+class State:
+    """What one rank has to write: its boxes of the global tensors by their names, and whole tensors of its own."""
+
+    pieces: "dict[str, list[Piece]]"
+    own: dict[str, Tensor]
+
+
+class HostCopy:
+    """Host memory that holds one state while it is written and training goes on; the next state takes the same memory."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, state: State) -> State:
+        """The state as it is now; what the copies before this one held is overwritten."""
+        pieces = {
+            key: [replace(piece, data=self._copy((key, i), piece.data)) for i, piece in enumerate(found)]
+            for key, found in state.pieces.items()
+        }
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return State(pieces, state.own)
+
+    def _copy(self, name: tuple[str, int], data: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != data.shape:
+            buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            self._buffers[name] = buffer
+        return buffer.copy_(data, non_blocking=True)
+
+
+def live_state(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> State:
+    """What this rank has to write of the training state, in its own memory; every rank calls it."""
+    pieces = {key: [p for p in found if p.written_here] for key, found in _pieces(models, optimizer).items()}
+    own = _random_states()
+    step = ranks.largest(get_step(optimizer), models[0].config.device)
+    if dist.get_rank() == 0:
+        own[_STEP] = torch.tensor(step)
+    return State({key: found for key, found in pieces.items() if found}, own)
+
+
+@torch.no_grad()
+def write(folder: Path, state: State, adapter: About | None) -> None:
+    """Writes the state of all ranks into `folder`; every rank calls it, from any thread. Complete when it returns.
 
     adapter: of a model with an adapter, its "base" and its "shape": what the state means nothing without.
     """
-    pieces = {key: [p for p in found if p.written_here] for key, found in _pieces(models, optimizer).items()}
-    state: dict[str, Any] = {key: _for_torch(found) for key, found in pieces.items() if found}
-    state |= _random_states()
-    step = ranks.largest(get_step(optimizer), models[0].config.device)
+    group = ranks.write_group()
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if adapter:
             (folder / _ADAPTER).write_text(json.dumps(adapter, indent=1) + "\n")
-        state[_STEP] = torch.tensor(step)
-    dist.barrier()
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=1))
+    dist.barrier(group)
+    tensors = {key: _for_torch(found) for key, found in state.pieces.items()}
+    dcp.save(tensors | state.own, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), process_group=group)
 
 
 @torch.no_grad()
 def load(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer, adapter: About | None) -> None:
-    """Reads back what `save` wrote, in place; every rank calls it.
+    """Reads back what `write` wrote, in place; every rank calls it.
 
     Raises:
         InputError: the folder holds no complete checkpoint, or one of another model, base or adapter.
@@ -72,7 +113,7 @@ def load(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer
     if not (folder / ".metadata").is_file():
         raise InputError(f"{folder} holds no complete trainer checkpoint")
     _check_adapter(folder, adapter)
-    reader = _Reader(folder)
+    reader = Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
     pieces = _pieces(models, optimizer)
     _check_shapes(folder, pieces, stored)
@@ -230,7 +271,6 @@ def _restore_random_states(states: dict[str, Tensor]) -> None:
 _INDEX_CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
         "MetadataIndex",
@@ -258,8 +298,13 @@ class IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which does not belong there")
 
 
-class _Reader(dcp.FileSystemReader):
+class Reader(dcp.FileSystemReader):
+    """Reads a checkpoint whose index is not trusted."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = IndexUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+        try:
+            metadata = IndexUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+        except pickle.UnpicklingError as error:
+            raise InputError(f"{self.path} is not one of our checkpoints: {error}") from None
         metadata.storage_meta = dcp.metadata.StorageMeta(load_id=self.load_id)
         return metadata

@@ -5,6 +5,7 @@ Knows nothing about models or losses.
 
 import os
 import socket
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from beam_rl.megatron.settings import TrainerSettings
+
+WRITE_LIMIT = timedelta(hours=1)  # for one rank to wait for the others' part of a checkpoint
+
+_write_group: dist.ProcessGroup | None = None
 
 
 def start_process(settings: TrainerSettings) -> torch.device:
@@ -28,7 +33,7 @@ def start_process(settings: TrainerSettings) -> torch.device:
 
 
 def join(settings: TrainerSettings, rank: int, world_size: int, master: str) -> None:
-    """Meets the other ranks at `master` and forms the groups of the layout.
+    """Meets the other ranks at `master` and forms the groups of the layout, whose operations have a time limit.
 
     Raises:
         ValueError: `world_size` does not fit the layout, or this process is in another group already.
@@ -42,7 +47,9 @@ def join(settings: TrainerSettings, rank: int, world_size: int, master: str) -> 
             raise ValueError(f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already")
     else:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=_meet(master, rank, world_size), rank=rank, world_size=world_size)
+        limit = timedelta(seconds=settings.collective_timeout_s)
+        store = _meet(master, rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tp,
             pipeline_model_parallel_size=parallel.pp,
@@ -51,7 +58,10 @@ def join(settings: TrainerSettings, rank: int, world_size: int, master: str) -> 
             expert_model_parallel_size=parallel.ep,
             expert_tensor_parallel_size=parallel.etp,
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=settings.collective_timeout_s / 60,
         )
+        global _write_group
+        _write_group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
     tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
 
 
@@ -67,8 +77,16 @@ def _meet(master: str, rank: int, world_size: int) -> dist.Store:
     return dist.TCPStore(host, int(port), world_size, is_master=rank == 0, master_listen_fd=listener)
 
 
+def write_group() -> dist.ProcessGroup:
+    """All ranks again, on the host: for a thread that writes a checkpoint while the training uses the other groups."""
+    assert _write_group is not None, "before join"
+    return _write_group
+
+
 def leave() -> None:
     """The process may then join another group."""
+    global _write_group
+    _write_group = None
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

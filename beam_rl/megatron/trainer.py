@@ -80,6 +80,8 @@ class Trainer:
         self.ddp = [with_gradient_buffers(chunk, settings.optimizer.distributed) for chunk in self.chunks]
         self.optimizer = make_optimizer(self.ddp, settings.optimizer)
         self._reference: dict[str, Tensor] | None = None  # on the host
+        self._host_copy = checkpoint.HostCopy()
+        self._staged: checkpoint.State | None = None  # in it
 
     @property
     def model(self) -> BeamModel:
@@ -299,7 +301,17 @@ class Trainer:
 
         With an adapter, that is the adapter's state, and which checkpoint and shape it belongs to.
         """
-        checkpoint.save(folder, self.chunks, self.optimizer, self._adapter_about())
+        checkpoint.write(folder, checkpoint.live_state(self.chunks, self.optimizer), self._adapter_about())
+
+    def stage(self) -> None:
+        """The first half of a `save` during which training goes on: copies what there is to write to the host; all
+        ranks call it. The `write` before must have ended."""
+        self._staged = self._host_copy.of(checkpoint.live_state(self.chunks, self.optimizer))
+
+    def write(self, folder: Path) -> None:
+        """The second half: writes what `stage` has copied; all ranks call it, from a thread beside the training."""
+        assert self._staged is not None, "write before stage"
+        checkpoint.write(folder, self._staged, self._adapter_about())
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote; all ranks call it. InputError if the folder does not fit this model."""

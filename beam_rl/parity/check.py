@@ -54,7 +54,7 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
         adapter = start_adapter(recipe)
         loading = worker.start.remote(str(inputs.model_path), recipe.trainer.precision, rounded, temperature, adapter)
         with display.phase("syncing", once=True):
-            cluster.sync.load(version=0)
+            cluster.sync.bring(0)
         samples = sample(recipe, inputs, cluster.engines)
         with display.phase("probing trainer, engine and reference", once=True):
             ray.get(loading)

@@ -4,13 +4,14 @@ Knows nothing about what the keys do.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from beam_rl.credentials import holds_secret
 from beam_rl.errors import InputError
 from beam_rl.recipe.tree import Recipe
 
@@ -23,7 +24,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Recipe:
     """Reads `path`, applies `a.b=value` overrides (values are YAML) in order, validates.
 
     Raises:
-        RecipeError: one line that names the file or the key, the value, and what would do.
+        RecipeError: one line that names the file or the key, the value, and what would do; also where a value is a secret.
     """
     tree = _read(path)
     for override in overrides:
@@ -34,9 +35,23 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Recipe:
 def parse(tree: Mapping[str, Any]) -> Recipe:
     """A plain tree of dicts to a `Recipe`; raises `RecipeError` for the first mistake."""
     try:
-        return Recipe.model_validate(tree)
+        recipe = Recipe.model_validate(tree)
     except ValidationError as e:
         raise RecipeError(_explain(e.errors(), tree)) from None
+    for key, value in _leaves(recipe.model_dump()):
+        if holds_secret(str(value)):
+            raise RecipeError(
+                f"{key} holds a key or token, and a run's folder and W&B keep its recipe: put it into the environment"
+            )
+    return recipe
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def dump(recipe: Recipe) -> str:

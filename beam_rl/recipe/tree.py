@@ -198,19 +198,37 @@ class Trainer(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="in the backward pass compute again: the MLPs and experts (selective), or whole layers"
     )
+    collective_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0,
+        description="for trainer ranks to wait for each other; then the run ends and names the rank that is missing",
+    )
     optimizer: Optimizer = Optimizer()
     parallel: Parallel = Parallel()
 
 
 class Sync(Section):
-    bucket_bytes: Positive = 256 * 2**20
-    deadline_s: Annotated[float, Field(gt=0)] = 300.0
+    transport: Literal["auto", "shm", "gloo", "ipc", "nccl"] = Field(
+        "auto",
+        description="shm: shared memory of one machine; gloo: CPUs of several; ipc: one GPU; nccl: separate GPUs; auto: by "
+        "where trainer and engines are",
+    )
+    bucket_bytes: Positive = Field(256 * 2**20, description="two of these buffers are filled and sent in turn")
+    deadline_s: Annotated[float, Field(gt=0, description="of every operation of a sync")] = 300.0
+    checksums: Switch | None = Field(
+        None, description="verify every bucket's bytes on arrival; null: on CPU transports, not on a GPU's"
+    )
 
 
 class Checkpoint(Section):
     every: Count = Field(10, description="steps between checkpoints; 0: only at the end")
     keep_last: Positive = 2
     keep_best: Switch = Field(True, description="also keep the checkpoint with the best eval score")
+    asynchronous: Switch = Field(
+        True, description="write while training goes on, from a copy in host memory; false: training waits, no copy"
+    )
+    grace_s: Annotated[float, Field(gt=0)] = Field(
+        25.0, description="from a SIGTERM or Ctrl-C until the process must have saved and ended"
+    )
 
 
 class Eval(Section):

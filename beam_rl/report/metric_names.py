@@ -39,6 +39,8 @@ METRICS: dict[str, Metric] = {
     "time/score_s": Metric("s", "the trainer's log-probabilities before the update"),
     "time/update_s": Metric("s", "optimizer updates"),
     "time/sync_s": Metric("s", "weights to the engines"),
+    "time/save_s": Metric("s", "training stood still to save, between the step before and this one"),
+    "time/write_s": Metric("s", "the last checkpoint's way to the disk, during which training went on"),
     "time/eval_s": Metric("s", "evaluating, in the steps where that is due"),
     "time/turn_s": Metric("s", "trainer and engines handed shared GPUs over"),
     "time/hold_s": Metric("s", "until the engines were at rest for the weights"),

@@ -50,11 +50,11 @@ class Stage:
         self.problem: str | None = None
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies some tensors; remembers what is wrong with the first wrong one."""
+        """Keeps some tensors; remembers what is wrong with the first wrong one."""
         for name, tensor in tensors:
             self.problem = self.problem or self._problem(name, tensor)
             if self.problem is None:
-                self.tensors[name] = tensor.to(self.dtype, copy=True)
+                self.tensors[name] = tensor.to(self.dtype)
 
     def complete(self) -> dict[str, Tensor]:
         """All of the adapter, repeated tensors filled in. Raises ValueError, in one line, if it is not whole or wrong."""

@@ -53,6 +53,33 @@ def register_transfer_engine(name: str, module: str, cls: str) -> None:
         WeightTransferEngineFactory.register_engine(name, module, cls)
 
 
+def abandon_weight_update(worker: Any) -> None:
+    """Ends a weight update that was left half way, so that another can begin; what it loaded stays in the model.
+
+    Fault (0.32): vLLM refuses to begin an update while one is open, and a layer that was half loaded keeps its share and
+    would count it with the next update's (`GPUWorker._weight_update_active`, `LayerReloadingInfo.loaded_weights`).
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    engine = worker.weight_transfer_engine
+    with at_work(worker):
+        for layer in engine.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        finalize_layerwise_reload(engine.model, engine.model_config)  # puts back the tensors of unfinished layers
+    engine.reset_weight_update_target()
+    worker._weight_update_active = False
+
+
+def at_work(worker: Any) -> Any:
+    """The context in which vLLM's worker touches its model."""
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(worker.vllm_config)
+
+
 def own_layers(runner: Any) -> range:
     """The global numbers of the layers that this worker has: all, or those of its pipeline stage."""
     model = runner.get_model().model

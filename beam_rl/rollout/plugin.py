@@ -2,11 +2,11 @@
 
 from beam_rl.rollout import compat, process
 
-TRANSFER_BACKEND = "beam_rl_gloo"
+TRANSFER_BACKEND = "beam_rl"
 
 
 def register() -> None:
-    """Adds Beam or what its adapters need, the Gloo weight transport, and ties the process's life to its engine's."""
+    """Adds Beam or what its adapters need, the receiver of weight syncs, and ties the process's life to its engine's."""
     from vllm import ModelRegistry
 
     from beam_rl.rollout.adapter import slot_rank
@@ -25,4 +25,4 @@ def register() -> None:
     compat.fork_workers()
     compat.size_adapter_slots(slot_rank)
     compat.repair_adapter_linear()
-    compat.register_transfer_engine(TRANSFER_BACKEND, "beam_rl.rollout.sync.gloo_engine", "GlooWeightReceiver")
+    compat.register_transfer_engine(TRANSFER_BACKEND, "beam_rl.rollout.sync.vllm_receiver", "WeightReceiver")

@@ -8,7 +8,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -56,6 +56,17 @@ def last_lines(path: Path, count: int) -> str:
     if not path.exists():
         return ""
     return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+
+
+def ended(pids: Iterable[int]) -> bool:
+    """Whether one of these processes has ended, waited for or not."""
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+    return False
 
 
 def end(pids: list[int], grace_s: float) -> None:

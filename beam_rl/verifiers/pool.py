@@ -1,7 +1,8 @@
 """Grades mathematical answers in processes that can be killed.
 
 Promises one verdict per item, in order, within the time limit of each, whatever the model wrote: no exception, no
-second reward, no alarm signal in this process, from any thread. Knows nothing about mathematics.
+second reward, no alarm signal in this process, from any thread. A worker that dies or is stopped from outside is
+replaced and its item judged anew, once. Knows nothing about mathematics.
 """
 
 import contextlib
@@ -18,12 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import beam_rl
+from beam_rl.credentials import without_secrets
 from beam_rl.verifiers.extract import extract_answer
 from beam_rl.verifiers.types import Verdict, VerifyItem
 
 START_LIMIT_S = 120.0  # to import SymPy, on a machine that is busy with other things
 MEMORY_BYTES = 2 * 2**30  # address space of one worker; an idle one takes about 0.3 GiB
 MAX_ANSWER_CHARACTERS = 4000  # a longer "answer" is not one
+MAX_TRIES = 2  # of an item whose worker was lost: it may have been the item's own doing
+MAX_FAILED_STARTS = 3  # in a row, after which it is not chance
+
+
+@dataclass
+class _Item:
+    """A pair to compare."""
+
+    index: int  # of its verdict
+    line: str  # for the worker
+    tries: int = 0
 
 
 @dataclass
@@ -33,14 +46,11 @@ class _Worker:
     process: subprocess.Popen[str]
     deadline: float  # of the start, or of the item at hand
     ready: bool = False
-    item: int | None = None  # index of the item at hand
+    item: _Item | None = None
 
 
 class VerifierPool:
-    """Workers that live as long as the pool, or until an answer has to be cut short.
-
-    Attributes:
-    """
+    """Workers that live as long as the pool, or until an answer has to be cut short."""
 
     def __init__(self, workers: int = 2, timeout_s: float = 5.0, memory_bytes: int = MEMORY_BYTES) -> None:
         self._timeout_s = timeout_s
@@ -48,13 +58,14 @@ class VerifierPool:
         self._lock = threading.Lock()  # one scoring at a time; callers may be threads
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
+        self._failed_starts = 0  # in a row
         for _ in range(workers):
             self._start()
 
     def score(self, items: Sequence[VerifyItem]) -> list[Verdict]:
         """One verdict per item, in order: score 1.0 where the response's final answer equals the gold one."""
         verdicts: list[Verdict | None] = [None] * len(items)
-        waiting: deque[tuple[int, str]] = deque()
+        waiting: deque[_Item] = deque()
         for i, item in enumerate(items):
             answer = extract_answer(item.response, finished=item.finish_reason != "length")
             if len(item.gold) > MAX_ANSWER_CHARACTERS:
@@ -62,12 +73,16 @@ class VerifierPool:
             elif answer is None or len(answer) > MAX_ANSWER_CHARACTERS:
                 verdicts[i] = Verdict(0.0)
             else:
-                waiting.append((i, json.dumps({"gold": item.gold, "answer": answer})))
+                waiting.append(_Item(i, json.dumps({"gold": item.gold, "answer": answer})))
         with self._lock:
-            while waiting or any(worker.item is not None for worker in self._workers):
-                self._hand_out(waiting)
-                for i, verdict in self._collect():
-                    verdicts[i] = verdict
+            try:
+                while waiting or any(worker.item for worker in self._workers):
+                    self._hand_out(waiting)
+                    for i, verdict in self._collect(waiting):
+                        verdicts[i] = verdict
+            finally:  # an interrupt leaves items at hand, whose verdicts must not be taken for the next ones'
+                for worker in [worker for worker in self._workers if worker.item]:
+                    self._replace(worker)
         return [verdict or Verdict(0.0, error="not graded") for verdict in verdicts]
 
     def close(self) -> None:
@@ -100,7 +115,7 @@ class VerifierPool:
             stderr=subprocess.DEVNULL,
             text=True,
             bufsize=1,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env=without_secrets(os.environ) | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is for the run, which then closes its pool
         )
         worker = _Worker(process, time.monotonic() + START_LIMIT_S)
@@ -120,55 +135,75 @@ class VerifierPool:
             worker.process.stdin.close()
         return status
 
-    def _hand_out(self, waiting: deque[tuple[int, str]]) -> None:
+    def _replace(self, worker: _Worker) -> int:
+        """Kills a worker and starts another one; returns the exit status.
+
+        Raises RuntimeError where one after the other does not start.
+        """
+        status = self._stop(worker)
+        self._failed_starts = 0 if worker.ready else self._failed_starts + 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            raise RuntimeError(
+                f"verifier.workers: {MAX_FAILED_STARTS} grading processes in a row did not start (the last one's exit "
+                f"status is {status})"
+            )
+        self._start()
+        return status
+
+    def _hand_out(self, waiting: deque[_Item]) -> None:
         """Gives each idle worker an item. A line is far shorter than a pipe's buffer, so writing can't block."""
         for worker in list(self._workers):
-            if not waiting or not worker.ready or worker.item is not None:
+            if not waiting or not worker.ready or worker.item:
                 continue
-            index, line = waiting[0]
             assert worker.process.stdin
             try:
-                worker.process.stdin.write(line + "\n")
+                worker.process.stdin.write(waiting[0].line + "\n")
             except BrokenPipeError:  # it died while idle
-                self._stop(worker)
-                self._start()
+                self._replace(worker)
                 continue
-            waiting.popleft()
-            worker.item, worker.deadline = index, time.monotonic() + self._timeout_s
+            worker.item, worker.deadline = waiting.popleft(), time.monotonic() + self._timeout_s
+            worker.item.tries += 1
 
-    def _collect(self) -> list[tuple[int, Verdict]]:
+    def _collect(self, waiting: deque[_Item]) -> list[tuple[int, Verdict]]:
         """Waits for a reply, a start or a deadline; returns the verdicts that have come to be."""
-        busy = [worker for worker in self._workers if worker.item is not None or not worker.ready]
+        busy = [worker for worker in self._workers if worker.item or not worker.ready]
         patience = min((worker.deadline for worker in busy), default=time.monotonic()) - time.monotonic()
         verdicts = []
         for key, _ in self._selector.select(max(0.0, patience)):
-            verdicts += self._hear(key.data)
+            verdicts += self._hear(key.data, waiting)
         for worker in [w for w in self._workers if w in busy and time.monotonic() >= w.deadline]:
-            if not worker.ready:
-                raise RuntimeError(f"verifier.workers: a grading process did not start in {START_LIMIT_S:.0f} s")
-            if worker.item is None:
+            if worker.item and _is_stopped(worker.process.pid) and worker.item.tries < MAX_TRIES:
+                waiting.appendleft(worker.item)
+            elif worker.item:
+                verdicts.append((worker.item.index, Verdict(0.0, timed_out=True)))
+            elif worker.ready:
                 continue
-            verdicts.append((worker.item, Verdict(0.0, timed_out=True)))
-            self._stop(worker)
-            self._start()
+            self._replace(worker)
         return verdicts
 
-    def _hear(self, worker: _Worker) -> list[tuple[int, Verdict]]:
+    def _hear(self, worker: _Worker, waiting: deque[_Item]) -> list[tuple[int, Verdict]]:
         """Takes a worker's line: that it has started, or its verdict. No line: it died."""
         assert worker.process.stdout
         line = worker.process.stdout.readline()
-        index, worker.item = worker.item, None
+        item, worker.item = worker.item, None
         if not line.endswith("\n"):
-            status = self._stop(worker)
-            if not worker.ready:
-                raise RuntimeError(f"verifier.workers: a grading process ended at its start (exit status {status})")
-            self._start()
-            return [] if index is None else [(index, Verdict(0.0, error=f"the grading process died ({status})"))]
-        if index is None:
+            status = self._replace(worker)
+            if item and item.tries < MAX_TRIES:
+                waiting.appendleft(item)
+                return []
+            return [(item.index, Verdict(0.0, error=f"the grading process died ({status})"))] if item else []
+        if item is None:
             worker.ready = True
             return []
         reply = json.loads(line)
         if reply["error"] and reply["error"].startswith("MemoryError"):  # what it left half done is not to be trusted
-            self._stop(worker)
-            self._start()
-        return [(index, Verdict(float(reply["right"]), error=reply["error"]))]
+            self._replace(worker)
+        return [(item.index, Verdict(float(reply["right"]), error=reply["error"]))]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether someone has stopped the process, which is then not slow by its own doing."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False

@@ -1,38 +1,46 @@
-"""Named tensors packed into flat byte buffers of bounded size, each tensor in its own dtype.
+"""Named tensors packed into flat byte buffers of fixed size, and taken out again; each tensor keeps its own dtype.
 
-Plain torch. Knows nothing about transports, processes or models.
+A tensor that fits into a bucket travels whole, a larger one in pieces over several buckets. Plain torch. Knows nothing
+about transports, processes or models.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes; torch can view bytes as any dtype from there
+from beam_rl.rollout.sync.checksum import checksum, copy_with_checksum
+
+ALIGNMENT = 16  # bytes; torch can view bytes as any dtype from there, and a bucket's end is a whole number of words
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies in a bucket: `offset` in bytes."""
+    """Where a tensor, or a piece of it, lies in a bucket. All of `offset`, `start` and `nbytes` are bytes."""
 
     name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
+    dtype: str  # torch's name, such as "bfloat16"
+    shape: list[int]
+    offset: int  # in the bucket
+    start: int  # of the piece in the tensor
+    nbytes: int  # of the piece
+    checksum: int | None = None  # of the piece
 
     @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    def whole_bytes(self) -> int:
+        """Of the whole tensor."""
+        return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors end to end. `data` is (bytes,) uint8 on the CPU, valid until the next bucket is asked for."""
+    """`number` counts the buckets of an update; the first `nbytes` of the buffer are the entries and the gaps between."""
 
+    number: int
     entries: tuple[Entry, ...]
-    data: Tensor
+    nbytes: int
 
     @property
     def payload_bytes(self) -> int:
@@ -40,50 +48,90 @@ class Bucket:
         return sum(entry.nbytes for entry in self.entries)
 
 
-def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Packs tensors in order into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
+def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor], checksums: bool = False) -> Iterator[Bucket]:
+    """Fills one buffer after the other with tensors, in order; a buffer is asked for when something is to go into it.
 
-    Takes one tensor at a time from the iterable and drops it before the next, so that a producer can gather each on demand.
-    One buffer serves all buckets (it grows only for a larger tensor).
+    Takes one tensor at a time from the iterable and drops it before the next, so that a producer can gather each on
+    demand. A bucket is yielded as soon as it is known to be full, before its successor is begun.
+
+    Args:
+        buffers: (bytes,) uint8 each, all of the same size, a whole number of `ALIGNMENT`, on any device.
+        checksums: whether entries have one.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes = {bucket_bytes}: a bucket holds at least 1 byte")
-    buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
+    number = end = 0
     entries: list[Entry] = []
-    end = 0
+    buffer: Tensor | None = None
     for name, tensor in tensors:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        if entries and start + tensor.nbytes > bucket_bytes:
-            yield Bucket(tuple(entries), buffer[:end])
-            entries, start = [], 0
-        if tensor.nbytes > len(buffer):
-            buffer = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        end = start + tensor.nbytes
-        buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), start))
+        dtype, shape, start = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), 0
+        while start < tensor.nbytes or not start:
+            rest = tensor.nbytes - start
+            if buffer is not None and rest > len(buffer) - end:
+                yield Bucket(number, tuple(entries), end)
+                number, end, entries, buffer = number + 1, 0, [], None
+            if buffer is None:
+                buffer = next(buffers)
+            size = min(rest, len(buffer) - end)
+            if size < tensor.nbytes:
+                tensor = tensor.contiguous()
+            sum_ = _copy(tensor.detach(), start, buffer[end : end + size], checksums)
+            entries.append(Entry(name, dtype, shape, end, start, size, sum_))
+            start, end = start + size, aligned(end + size)
+            if not size:
+                break
+        del tensor
     if entries:
-        yield Bucket(tuple(entries), buffer[:end])
+        yield Bucket(number, tuple(entries), end)
 
 
-def unpack(entries: Iterable[Entry], data: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The bucket's tensors, as views of `data` (bytes,) uint8."""
-    for entry in entries:
-        raw = data[entry.offset : entry.offset + entry.nbytes]
-        yield entry.name, raw.view(entry.dtype).view(entry.shape)
+def _copy(tensor: Tensor, start: int, into: Tensor, with_checksum: bool) -> int | None:
+    """Copies the tensor's bytes from `start` on, as many as `into` holds; of a contiguous tensor if not all."""
+    if not tensor.is_contiguous():
+        into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return checksum(into) if with_checksum else None
+    source = tensor.view(-1).view(torch.uint8)[start : start + len(into)]
+    if with_checksum:
+        return copy_with_checksum(source, into)
+    into.copy_(source)
+    return None
+
+
+def aligned(end: int) -> int:
+    """The next place where a tensor may begin."""
+    return -(-end // ALIGNMENT) * ALIGNMENT
+
+
+class Assembler:
+    """The receiving end of `pack`: tensors that own their memory on `device`, made from buckets in their order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.own: Tensor | None = None  # bytes of the tensor whose pieces are coming
+
+    def tensors(self, bucket: Bucket, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Copies out what a bucket's bytes `data` complete, one tensor at a time; ValueError where a checksum is wrong."""
+        for e in bucket.entries:
+            if e.start == 0:
+                self.own = torch.empty(e.whole_bytes, dtype=torch.uint8, device=self.device)
+            assert self.own is not None, f"{e.name}: its first piece is missing"
+            piece, into = data[e.offset : e.offset + e.nbytes], self.own[e.start : e.start + e.nbytes]
+            if e.checksum is None:
+                into.copy_(piece)
+            elif copy_with_checksum(piece, into) != e.checksum:
+                raise ValueError(
+                    f"weight bucket {bucket.number} arrived damaged: {e.name} has not the sender's checksum"
+                )
+            if e.start + e.nbytes == e.whole_bytes:
+                tensor, self.own = self.own.view(getattr(torch, e.dtype)).view(e.shape), None
+                yield e.name, tensor
+                del tensor
 
 
 def to_metadata(bucket: Bucket) -> dict[str, Any]:
-    """What a receiver needs beforehand, in plain values."""
-    return {
-        "names": [e.name for e in bucket.entries],
-        "dtypes": [str(e.dtype).removeprefix("torch.") for e in bucket.entries],
-        "shapes": [list(e.shape) for e in bucket.entries],
-        "offsets": [e.offset for e in bucket.entries],
-        "nbytes": len(bucket.data),
-    }
+    """What a receiver needs to know of a bucket, in plain values."""
+    return {"number": bucket.number, "nbytes": bucket.nbytes, "entries": [asdict(entry) for entry in bucket.entries]}
 
 
-def from_metadata(names: list[str], dtypes: list[str], shapes: list[list[int]], offsets: list[int]) -> list[Entry]:
-    """The entries that `to_metadata` described."""
-    fields = zip(names, dtypes, shapes, offsets, strict=True)
-    return [Entry(name, getattr(torch, dtype), tuple(shape), offset) for name, dtype, shape, offset in fields]
+def from_metadata(metadata: Mapping[str, Any]) -> Bucket:
+    """The bucket that `to_metadata` described."""
+    entries = tuple(Entry(**entry) for entry in metadata["entries"])
+    return Bucket(metadata["number"], entries, metadata["nbytes"])

@@ -1,30 +1,39 @@
-"""Buckets from one sender to every engine rank over Gloo, each operation within a deadline.
+"""The sender's part of a weight sync, whatever the transport: packs, announces, waits, and says who failed.
 
-The sender is rank 0 of a group of its own (not torch's default group), the engines' workers are ranks 1, 2, …. Before each
-broadcast every receiver says that it is there: a receiver that is missing is named, instead of a hang or a Gloo error
-about a socket. Knows nothing about Ray or vLLM: who tells the engines that a bucket comes is the caller's business.
+Two buffers of fixed size are filled in turn: one is packed while the other travels and is loaded. An engine's reply to a
+bucket's announcement is its acknowledgement. Promises: every wait ends within the deadline; a failure names the engines
+that failed; when it is raised, no other engine is still reading a buffer. Knows nothing about Ray or vLLM.
 """
 
-import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from itertools import count
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from beam_rl.rollout.sync import bucket
 
-POLL_S = 1.0  # how often a wait looks whether an engine has failed meanwhile
+POLL_S = 1.0  # how often a wait for an engine's arrival looks whether an engine has failed meanwhile
+GRACE_S = 2.0  # for the others' answers when one is late
+BROKE_OFF = "broke off"  # in the message of a receiver whose transfer ended because of somebody else
 Announce = Callable[[dict[str, Any]], Sequence[Future]]
 
 
 class SyncError(RuntimeError):
-    """A weight sync failed; the message names the operation and the peer."""
+    """A weight sync failed; the message names the operation and the peer.
+
+    `engines`: indexes of those that failed, in the order in which they were given; empty when nobody can tell.
+    """
+
+    def __init__(self, message: str, engines: Iterable[int] = ()) -> None:
+        self.engines = tuple(engines)
+        super().__init__(message, self.engines)  # both, so that the error survives pickling
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -33,130 +42,157 @@ class SyncStats:
     buckets: int
 
 
-def gloo_group(store: dist.Store, host: str, rank: int, size: int, deadline_s: float) -> Any:
-    """A Gloo process group of `size` ranks whose connections use this machine's address `host`."""
-    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs leave out what it has
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=deadline_s)
-    return gloo(store, rank, size, options)
+class SenderEnd(Protocol):
+    """How buckets get from here to the engines' workers. Ranks count all of the workers, engine by engine, from 0."""
+
+    buffers: list[Tensor]  # two, (bucket_bytes,) uint8
+    shared_fate: bool  # whether one receiver's failure ends the others' transfers
+
+    def join_info(self) -> dict[str, Any]:
+        """What a receiver needs to join (`link.open_receiver`), in plain values."""
+
+    def has_arrived(self, rank: int, timeout_s: float) -> bool:
+        """Whether a receiver is there to be connected with."""
+
+    def connect(self) -> None:
+        """Forms what ties sender and receivers together, when all have arrived."""
+
+    def start(self, slot: int, nbytes: int) -> None:
+        """Sets the first bytes of a buffer on their way; does not wait for anybody."""
+
+    def finish(self, slot: int) -> None:
+        """Ends a transfer that every receiver has acknowledged; the buffer is free."""
+
+    def abandon(self) -> None:
+        """Lets go receivers that wait for a transfer."""
+
+    def close(self) -> None:
+        """Gives back what this end holds."""
 
 
-def broadcast(group: Any, data: Tensor, deadline_s: float) -> None:
-    """Broadcasts `data` from rank 0 in place. Raises RuntimeError after `deadline_s` seconds."""
-    options = dist.BroadcastOptions()
-    options.rootRank, options.timeout = 0, timedelta(seconds=deadline_s)
-    group.broadcast([data], options).wait(timedelta(seconds=deadline_s))
+@dataclass(frozen=True)
+class Flight:
+    """A bucket on its way."""
+
+    slot: int
+    what: str
+    replies: Sequence[Future]  # of each engine
+    end: float  # time.monotonic() by which all have to be there
 
 
 class WeightSender:
-    """The trainer's end. `host` is the address that the engines reach this process at; `port` 0 picks a free one."""
+    """The trainer's end of a sync with engines of `workers[i]` workers each."""
 
-    def __init__(self, host: str, port: int, engine_ranks: int, deadline_s: float) -> None:
-        if engine_ranks < 1:
-            raise ValueError(f"engine_ranks = {engine_ranks}: a sync needs at least one engine")
-        self.host, self.engine_ranks, self.deadline_s = host, engine_ranks, deadline_s
-        listener = socket.create_server((host, port))  # TCPStore alone would listen on every interface
-        self.port: int = listener.getsockname()[1]
-        self.store = dist.TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=deadline_s),
-            master_listen_fd=listener.detach(),
-        )
-        self.group: Any = None
-        self.round = 0
+    def __init__(self, end: SenderEnd, workers: Sequence[int], deadline_s: float, checksums: bool) -> None:
+        if not workers:
+            raise ValueError("a sync needs at least one engine")
+        self.end, self.workers, self.deadline_s, self.checksums = end, workers, deadline_s, checksums
+        self.flights: list[Flight] = []
+
+    def join_infos(self) -> list[dict[str, Any]]:
+        """For each engine what it needs to join, in plain values; `rank` is its first worker's."""
+        common = {"deadline_s": self.deadline_s, "bucket_bytes": len(self.end.buffers[0]), **self.end.join_info()}
+        return [common | {"rank": sum(self.workers[:i])} for i in range(len(self.workers))]
 
     def connect(self, joining: Sequence[Future] = ()) -> None:
-        """Waits until every engine rank has joined; `joining` are the engines' own calls, whose errors end the wait."""
-        self._wait_for("joined", joining, "joining the weight-sync group")
-        self.group = gloo_group(self.store, self.host, 0, self.engine_ranks + 1, self.deadline_s)
-        self._collect(joining, "joining the weight-sync group")
+        """Returns when every engine has joined; `joining` are the engines' own calls, whose errors end the wait.
 
-    def send(self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, announce: Announce) -> SyncStats:
-        """Sends every tensor to every engine rank.
+        Raises SyncError; the sender is then closed, which lets go the engines that wait for it.
+        """
+        try:
+            self._connect(joining, "joining the weight sync", time.monotonic() + self.deadline_s)
+        except Exception:
+            self.close()
+            raise
+
+    def _connect(self, joining: Sequence[Future], what: str, end: float) -> None:
+        engine_of = [engine for engine, workers in enumerate(self.workers) for _ in range(workers)]
+        for rank, engine in enumerate(engine_of):
+            while not self.end.has_arrived(rank, max(0.01, min(POLL_S, end - time.monotonic()))):
+                _raise_failed(what, joining)
+                if time.monotonic() >= end:
+                    raise SyncError(f"{what}: engine {engine} did not arrive within {self.deadline_s:g} s", [engine])
+        self.end.connect()
+        wait(joining, max(0.01, end - time.monotonic()), FIRST_EXCEPTION)
+        _raise_failed(what, joining)
+        late = [engine for engine, call in enumerate(joining) if not call.done()]
+        if late:
+            raise SyncError(f"{what}: engine {late[0]} did not answer within {self.deadline_s:g} s", late)
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]], announce: Announce) -> SyncStats:
+        """Sends every tensor to every engine.
 
         Args:
             tensors: (checkpoint name, tensor), produced one by one.
-            announce: starts the engines' update call for one bucket and returns a future for each engine; called before
-                the bucket is broadcast, and the futures are awaited after it.
+            announce: starts the engines' update call for one bucket and returns a future for each engine. Calls of
+                consecutive buckets overlap.
         Raises:
-            SyncError: a peer did not arrive or the broadcast did not end within the deadline, or an engine failed.
+            SyncError: an engine failed, or did not answer within the deadline.
         """
-        if self.group is None:
-            raise SyncError("send before connect")
+        self.flights = []
         sent = buckets = 0
-        for packed in bucket.pack(tensors, bucket_bytes):
-            what = f"weight-sync bucket {buckets} ({packed.entries[0].name} …)"
-            self.round += 1
-            # A receiver waits for the slowest of its peers and then for the broadcast; here each has a deadline.
-            timing = {"round": self.round, "deadline_s": 2 * self.deadline_s}
-            replies = announce(bucket.to_metadata(packed) | timing)
-            self._wait_for(f"ready/{self.round}", replies, what)
-            try:
-                broadcast(self.group, packed.data, self.deadline_s)
-            except RuntimeError as error:
-                self._collect(replies, what)
-                raise SyncError(f"{what}: broadcast to {self.engine_ranks} engine ranks failed: {error}") from error
-            self._collect(replies, what)
+        for packed in bucket.pack(tensors, self._free_buffers(), self.checksums):
+            self._take_off(packed, announce)
             sent, buckets = sent + packed.payload_bytes, buckets + 1
+        while self.flights:
+            self._land()
         return SyncStats(sent, buckets)
 
     def close(self) -> None:
-        self.group = None
+        self.end.close()
 
-    def _wait_for(self, key: str, replies: Sequence[Future], what: str) -> None:
-        """Waits for `key/<rank>` of every engine rank; raises what a failed reply holds."""
-        end = time.monotonic() + self.deadline_s
-        for rank in range(1, self.engine_ranks + 1):
-            while not self._is_set(f"{key}/{rank}", min(POLL_S, max(0.01, end - time.monotonic()))):
-                for reply in replies:
-                    if reply.done() and (error := reply.exception()) is not None:
-                        raise SyncError(f"{what}: an engine failed: {error}") from error
-                if time.monotonic() >= end:
-                    raise SyncError(f"{what}: engine rank {rank} did not arrive within {self.deadline_s:g} s")
+    def _free_buffers(self) -> Iterator[Tensor]:
+        for number in count():
+            if number >= 2:
+                self._land()
+            yield self.end.buffers[number % 2]
 
-    def _is_set(self, key: str, timeout_s: float) -> bool:
-        try:
-            self.store.wait([key], timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
-            return False
-        return True
+    def _take_off(self, packed: bucket.Bucket, announce: Announce) -> None:
+        slot = packed.number % 2
+        about = bucket.to_metadata(packed) | {"slot": slot, "deadline_s": self.deadline_s}
+        self.end.start(slot, packed.nbytes)
+        what = f"weight-sync bucket {packed.number} ({packed.entries[0].name} …)"
+        self.flights.append(Flight(slot, what, announce(about), time.monotonic() + self.deadline_s))
 
-    def _collect(self, replies: Sequence[Future], what: str) -> None:
-        end = time.monotonic() + self.deadline_s
-        for i, reply in enumerate(replies):
-            try:
-                reply.result(max(0.01, end - time.monotonic()))
-            except TimeoutError as error:
-                raise SyncError(f"{what}: engine {i} did not answer within {self.deadline_s:g} s") from error
-            except Exception as error:
-                raise SyncError(f"{what}: engine {i} failed: {error}") from error
+    def _land(self) -> None:
+        """Waits until every engine has taken the oldest bucket on its way."""
+        flight = self.flights[0]
+        _, waiting = wait(flight.replies, max(0.01, flight.end - time.monotonic()), FIRST_EXCEPTION)
+        if waiting or any(reply.exception() for reply in flight.replies):
+            raise self._failure(flight)
+        self.end.finish(flight.slot)
+        del self.flights[0]
+
+    def _failure(self, flight: Flight) -> SyncError:
+        """Lets the engines go, waits for the answers of those that may still give one, and says who failed.
+
+        An engine that is late has had its time; when one has failed, the others have theirs, to take what is on its way.
+        """
+        self.end.abandon()
+        late = {i for i, reply in enumerate(flight.replies) if not reply.done() and time.monotonic() >= flight.end}
+        own = [[each.replies[i] for each in self.flights] for i in range(len(self.workers))]
+        rest = [reply for i, replies in enumerate(own) if i not in late for reply in replies]
+        wait(rest, max(0.0, self.flights[-1].end - time.monotonic()) if not late else GRACE_S)
+        said: dict[int, str] = {}
+        for engine, replies in enumerate(own):
+            errors = [reason(error) for reply in replies if reply.done() and (error := reply.exception())]
+            if errors:
+                said[engine] = f"engine {engine} failed: {errors[0]}"
+            elif not all(reply.done() for reply in replies):
+                said[engine] = f"engine {engine} did not answer within {self.deadline_s:g} s"
+        at_fault = {engine: text for engine, text in said.items() if not (self.end.shared_fate and BROKE_OFF in text)}
+        return SyncError(f"{flight.what}: {'; '.join((at_fault or said).values())}", at_fault)
 
 
-class BucketReceiver:
-    """An engine rank's end. `local_host` is this machine's address towards the other ranks."""
+def reason(error: BaseException) -> str:
+    """One line of what a call raised, without what it was wrapped in on its way (Ray keeps the original as `cause`)."""
+    cause = getattr(error, "cause", None) or error
+    line = str(cause).strip().partition("\n")[0].removeprefix("Call to collective_rpc method failed: ")
+    return line or type(cause).__name__
 
-    def __init__(self, host: str, port: int, local_host: str, rank: int, size: int, deadline_s: float) -> None:
-        self.rank = rank
-        timeout = timedelta(seconds=deadline_s)
-        self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        self.store.set(f"joined/{rank}", "")
-        self.group = gloo_group(self.store, local_host, rank, size, deadline_s)
-        self.buffer = torch.empty(0, dtype=torch.uint8)
 
-    def receive(self, nbytes: int, round_: int, deadline_s: float) -> Tensor:
-        """(nbytes,) uint8 of one bucket, valid until the next call."""
-        if nbytes > len(self.buffer):
-            self.buffer = torch.empty(nbytes, dtype=torch.uint8)
-        data = self.buffer[:nbytes]
-        self.store.set(f"ready/{round_}/{self.rank}", "")
-        try:
-            broadcast(self.group, data, deadline_s)
-        except RuntimeError as error:
-            raise SyncError(
-                f"engine rank {self.rank}: weight bucket {round_} from the trainer failed: {error}"
-            ) from error
-        return data
+def _raise_failed(what: str, calls: Sequence[Future]) -> None:
+    failed = {engine: error for engine, call in enumerate(calls) if call.done() and (error := call.exception())}
+    if failed:
+        said = "; ".join(f"engine {engine} failed: {reason(error)}" for engine, error in failed.items())
+        raise SyncError(f"{what}: {said}", failed)

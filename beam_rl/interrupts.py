@@ -1,0 +1,100 @@
+"""Ctrl-C and a scheduler's SIGTERM: the first ends a run where nothing is lost, the second ends it at once.
+
+The first one raises `Interrupted` in the main thread; inside `held` at its end, or when the grace time is nearly used
+up. Knows nothing about checkpoints.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import psutil
+
+TO_END = 0.2  # the part of the grace time that is kept for ending the run's processes
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has asked the process to end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+        self.lost = ""  # what could not be saved, in a few words
+
+    @property
+    def exit_code(self) -> int:
+        """A SIGTERM that costs nothing is no failure: the scheduler starts the run again later."""
+        if self.signum == signal.SIGTERM:
+            return 1 if self.lost else 0
+        return 128 + self.signum
+
+
+class _Signals:
+    """What has come so far; there is one, as signals are the process's own."""
+
+    def __init__(self) -> None:
+        self.grace_s = 25.0
+        self.first: int | None = None
+        self.deadline = 0.0  # time.monotonic()
+        self.holds = 0
+
+    def receive(self, signum: int, frame: FrameType | None) -> None:
+        if self.first is not None:
+            end_at_once(signum)
+        self.first = signum
+        time_to_save = self.grace_s * (1 - TO_END)
+        self.deadline = time.monotonic() + time_to_save
+        if not self.holds:
+            raise Interrupted(signum)
+        signal.setitimer(signal.ITIMER_REAL, time_to_save)
+
+    def expire(self, signum: int, frame: FrameType | None) -> None:
+        if self.holds and self.first is not None:
+            raise Interrupted(self.first)
+
+
+_signals = _Signals()
+
+
+def install(grace_s: float = 25.0) -> None:
+    """Takes over SIGINT and SIGTERM.
+
+    Args:
+        grace_s: from the first signal on, until the process must have ended.
+    """
+    _signals.grace_s = grace_s
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _signals.receive)
+    signal.signal(signal.SIGALRM, _signals.expire)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Not to be interrupted half way: a signal waits for the end of this, as long as the grace time allows."""
+    came_before = _signals.first
+    _signals.holds += 1
+    try:
+        yield
+    finally:
+        _signals.holds -= 1
+        if _signals.first is not None and not _signals.holds:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    if _signals.first != came_before and not _signals.holds and _signals.first is not None:
+        raise Interrupted(_signals.first)
+
+
+def time_left(otherwise: float) -> float:
+    """Seconds until saving must have ended; `otherwise` where no signal has come."""
+    return otherwise if _signals.first is None else max(0.0, _signals.deadline - time.monotonic())
+
+
+def end_at_once(signum: int) -> None:
+    """Kills what this process has started, and ends."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    os.write(2, b"beam-rl: ended at once; --resume goes on from the last checkpoint, if there is one\n")
+    os._exit(128 + signum)

@@ -1,0 +1,89 @@
+"""vLLM's weight-transfer interface over this project's transports: the engine's end of a sync, inside vLLM's worker.
+
+An update is whole or it fails: `finish` refuses when a tensor of the checkpoint did not come, since the model would then be
+a mixture of two versions. One that was left half way is forgotten when the next begins.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from beam_rl.rollout.names import checkpoint_names
+from beam_rl.rollout.sync.link import open_receiver
+from beam_rl.rollout.sync.receiver import BucketReceiver
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """`join` is what `sync.transport.WeightSender.join_infos` says."""
+
+    join: dict[str, Any]
+    local_host: str
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """`bucket` is what the sender announces."""
+
+    bucket: dict[str, Any]
+
+
+class WeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
+    """Receives buckets and loads them through the model's own checkpoint loader, layer by layer."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = BucketInfo
+    model: Any
+    receiver: BucketReceiver | None = None
+    received: set[str]
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        self.shutdown()
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank  # of those of this engine
+        end = open_receiver(init_info.join, worker, init_info.local_host, self.device)
+        self.receiver = BucketReceiver(end)
+
+    def start_weight_update(self) -> None:
+        self.begin(self.device)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        self.model.load_weights(self.receive_tensors(update_info.bucket))
+
+    def begin(self, device: torch.device) -> None:
+        """Starts with the first bucket of an update, whose tensors will be on `device`."""
+        self._joined().begin(device)
+        self.received = set()
+
+    def receive_tensors(self, bucket: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that a bucket completes, each with its own memory."""
+        for name, tensor in self._joined().receive(bucket):
+            self.received.add(name)
+            yield name, tensor
+            del tensor
+
+    def finish_weight_update(self) -> None:
+        missing = sorted(checkpoint_names(self.model_config.hf_config) - self.received)
+        if missing:
+            raise ValueError(f"weight sync left out {len(missing)} tensors, the first is {missing[0]}")
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+        self.receiver = None
+
+    def _joined(self) -> BucketReceiver:
+        if self.receiver is None:
+            raise RuntimeError("a weight update before the engine joined a sender")
+        return self.receiver

@@ -1,0 +1,30 @@
+"""Engines killed in the middle of a run: replaced, given the weights of now, their prompts asked for again."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from live_run import in_the_next_sync, kill, live_cluster, on, while_sampling
+
+ROUTER = "model.layers.4.mlp.gate.weight"
+
+
+@pytest.mark.timeout(400)
+def test_engines_killed_while_sampling_and_in_a_sync_cost_time_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    overrides = [f"model.path={tiny_folder}", "rollout.engines=2", "rollout.pace=asynchronous"]
+    with live_cluster(tmp_path / "logs", *overrides) as cluster, on(cluster, tmp_path / "run", *overrides) as live:
+        engines = live.loop.engines
+        live.step_until(lambda: live.loop.state.step >= 2)
+        before = [live.pids(i) for i in (0, 1)]
+        while_sampling(live, 0, lambda: kill(before[0][0]), seed=0)  # the actor
+        live.step_until(lambda: engines.slots[0].restarts == 1)
+        in_the_next_sync(live, lambda: kill(before[1][1]))  # vLLM's own process, under an actor that lives
+        live.step_until(lambda: engines.slots[1].restarts == 1)  # now there is none: the run waits for the first
+        live.step_until(live.all_serve)
+        live.loop.step()
+        assert [live.pids(i) != before[i] for i in (0, 1)] == [True, True]
+        live.nothing_lost()
+        weights = [live.weights_of(i, ROUTER) for i in (0, 1)]
+        np.testing.assert_array_equal(*weights)
+        live.loop.check_engines()
+        assert [s.restarts for s in engines.slots] == [1, 1] and engines.version == live.loop.state.step
