@@ -11,7 +11,7 @@ import torch
 
 from beam_rl.errors import InputError
 from beam_rl.megatron.offload import Held, Offload
-from beam_rl.placement import Shelf, place
+from beam_rl.placement import Shelf, for_pace, place
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Recipe
 from beam_rl.turns import Turns
@@ -247,3 +247,23 @@ def test_what_ray_does_not_have_is_refused_at_once(two_nodes: None) -> None:
         reserved(recipe("cluster.placement=disaggregated", "trainer.parallel.dp=7")),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("cluster.placement=colocated", "rollout.pace=asynchronous"), "rollout.pace = asynchronous: .* disaggregated"),
+        (("cluster.placement=colocated", "rollout.pace=one_step_off"), "rollout.pace = one_step_off: .* disaggregated"),
+        (("rollout.parallel.tp=4", "rollout.parallel.ep=2"), "rollout.parallel.ep = 2: .* use 4 or 1"),
+    ],
+)
+def test_what_cannot_be_together_is_refused_by_its_keys(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        recipe(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("pace", "slots"), [("synchronous", 1), ("one_step_off", 2), ("asynchronous", 2)]
+)  # one rank and one engine
+def test_without_a_word_the_pace_decides(pace: str, slots: int) -> None:
+    assert sum(shelf.gpus for shelf in place(for_pace(pace), 1, 1, 1, [4])) == slots

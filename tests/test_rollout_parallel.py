@@ -20,6 +20,7 @@ from beam_rl.errors import InputError
 from beam_rl.lora import ALL_TARGETS, Adapter, adapter_modules, adapter_tensors, repeated_tensors
 from beam_rl.recipe.tree import EngineParallel
 from beam_rl.rollout.engine import Engine
+from beam_rl.rollout.sync.link import Link, open_sender
 from beam_rl.rollout.sync.transport import WeightSender
 from beam_rl.samples import Request
 
@@ -67,14 +68,16 @@ def senders(fleet: Fleet) -> dict[str, WeightSender]:
 
 
 def sender(engine: RunningEngine, workers: int) -> WeightSender:
-    made = WeightSender("127.0.0.1", 0, engine_ranks=workers, deadline_s=30)
-    made.connect([engine.actor.join_sync.remote("127.0.0.1", made.port, 1, workers + 1, 30.0).future()])
+    assert len(engine.call("sync_places")) == workers
+    link = Link("gloo", 64 * 1024, deadline_s=60, checksums=True, host="127.0.0.1")
+    made = open_sender(link, [workers], torch.device("cpu"))
+    made.connect([engine.actor.join_sync.remote(made.join_infos()[0]).future()])
     return made
 
 
 def sync(sender: WeightSender, engine: RunningEngine, tensors: Any, version: int) -> Any:
     engine.call("begin_update")
-    sender.send(tensors, 64 * 1024, lambda bucket: [engine.actor.update.remote(bucket).future()])
+    sender.send(tensors, lambda bucket: [engine.actor.update.remote(bucket).future()])
     return engine.call("finish_update", version)
 
 
