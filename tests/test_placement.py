@@ -1,9 +1,22 @@
 """Who sits on which GPU, and what trainer and engines do about it where they share."""
 
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 from beam_rl.errors import InputError
-from beam_rl.placement import Shelf, place
+from beam_rl.megatron.offload import Held, Offload
+from beam_rl.placement import Shelf, for_pace, place
+from beam_rl.recipe.load import load
+from beam_rl.recipe.tree import Recipe
+from beam_rl.turns import Turns
+
+TINY = Path(__file__).parents[1] / "recipes" / "tiny_cpu.yaml"
 
 
 def seats(shelves: list[Shelf]) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
@@ -77,3 +90,180 @@ def test_what_does_not_fit_is_refused_in_one_line(
     with pytest.raises(InputError, match=message) as refused:
         place(placement, ranks, engines, workers, nodes)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
+
+
+class SharedGpu:
+    """A GPU that holds the trainer's state or the engines' caches, and the weights of both, but never more."""
+
+    def __init__(self, engines: int) -> None:
+        self.trainer, self.caches = "nothing", ["weights", "kv_cache"] * engines
+        self.history: list[str] = []
+
+    def put_on_gpu(self, what: str) -> int:
+        self.trainer = what
+        return self._look(f"trainer {what}")
+
+    def each(self, method: str, part: str = "") -> None:
+        self.caches = [] if method == "sleep" else self.caches + [part] * 2
+        self._look(f"engines {method} {part}".strip())
+
+    def _look(self, event: str) -> int:
+        assert self.trainer == "nothing" or "kv_cache" not in self.caches
+        assert self.trainer != "all" or not self.caches
+        self.history.append(event)
+        return 8
+
+
+def test_trainer_and_engines_are_never_both_on_a_shared_gpu() -> None:
+    gpu: Any = SharedGpu(engines=2)
+    turns = Turns(gpu, gpu, shared=True)
+    with turns.to_engines():  # the first sync
+        assert gpu.trainer == "weights" and set(gpu.caches) == {"weights"}
+    for _ in range(2):
+        turns.to_trainer()
+        turns.to_trainer()  # scoring and saving need not know of each other
+        assert gpu.trainer == "all"
+        with turns.to_engines():
+            pass
+        assert gpu.trainer == "nothing" and set(gpu.caches) == {"weights", "kv_cache"}
+    assert gpu.history.count("trainer all") == 2 and turns.bytes == 8 * sum("trainer" in e for e in gpu.history)
+
+
+def test_a_failed_sync_leaves_the_gpu_to_the_engines() -> None:
+    gpu: Any = SharedGpu(engines=2)
+    turns = Turns(gpu, gpu, shared=True)
+    with pytest.raises(ValueError, match="engine 1"), turns.to_engines():
+        raise ValueError("engine 1 is lost")
+    assert gpu.trainer == "nothing" and "kv_cache" in gpu.caches
+
+
+def test_where_nothing_is_shared_nothing_moves() -> None:
+    gpu: Any = SharedGpu(engines=1)
+    turns = Turns(gpu, gpu, shared=False)
+    turns.to_trainer()
+    with turns.to_engines():
+        pass
+    assert gpu.history == [] and turns.bytes == 0
+
+
+def test_offloaded_state_returns_bit_for_bit_and_its_views_stay_views() -> None:
+    buffer, frozen = torch.randn(300), torch.randn(7, dtype=torch.float64)
+    weights = [buffer[:100].view(10, 10), buffer[100:]]
+    main, moment, gradients = buffer[50:150], torch.randn(300), torch.randn(300)
+    before = [t.clone() for t in (buffer, frozen, moment)]
+    offload = Offload(Held([frozen], weights, [gradients], [main, moment]))
+    assert (
+        len(offload.host) == 256 + 1280 + 1280
+    )  # frozen, the weights once although the optimizer has a view, the moment
+    assert offload.put("nothing") == 56 + 1200 + 1200
+    assert all(t.untyped_storage().nbytes() == 0 for t in (buffer, frozen, moment, gradients))
+    assert offload.put("weights") == 56 + 1200 and moment.untyped_storage().nbytes() == 0
+    assert torch.equal(buffer, before[0]) and torch.equal(weights[0].flatten(), before[0][:100])
+    assert offload.put("all") == 1200
+    assert all(torch.equal(now, then) for now, then in zip((buffer, frozen, moment), before, strict=True))
+    gradients.zero_()
+    main += 1
+    assert torch.equal(weights[1], torch.cat([before[0][100:150] + 1, before[0][150:]]))  # still a view
+    assert offload.put("weights") == 1200  # the moment alone
+    assert offload.put("nothing") == 1200  # the frozen weight is in the host since the first time
+    offload.put("all")
+    assert torch.equal(main, before[0][50:150] + 1)
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load(TINY, overrides)
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[None]:
+    """Two raylets on two addresses of this machine's loopback, with 3 and 4 CPU slots."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 3, "node_ip_address": "127.0.0.1", "temp_dir": folder, **small},
+        )
+        cluster.add_node(num_cpus=4, node_ip_address="127.0.0.2", **small)
+        ray.init(address=cluster.address, log_to_driver=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def where(seat: Any) -> str:
+    """The node of an actor in this seat."""
+    import ray
+
+    return ray.get(ray.remote(_node).options(**seat.options).remote())
+
+
+def _node() -> str:
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
+
+
+def test_seats_of_two_nodes_are_where_the_plan_says(two_nodes: None) -> None:
+    import ray
+
+    from beam_rl.seats import reserved
+
+    sizes = {n["NodeID"]: int(n["Resources"]["CPU"]) for n in ray.nodes()}
+    chosen = recipe(
+        "cluster.placement=disaggregated", "trainer.parallel.dp=4", "rollout.engines=1", "rollout.parallel.tp=3"
+    )
+    with reserved(chosen) as seats:
+        assert not seats.shared_gpus
+        assert {sizes[where(seat)] for seat in seats.ranks} == {4}
+        assert sizes[where(seats.engines[0])] == 3 == sizes[where(seats.engines[0])]  # again, as after a restart
+        host, port = seats.meeting_point().split(":")
+        assert (host, seats.engines[0].host) == ("127.0.0.2", "127.0.0.1") and int(port) > 0
+    with reserved(chosen):  # given back
+        pass
+
+
+def test_colocated_on_two_nodes_an_engine_is_beside_its_ranks(two_nodes: None) -> None:
+    from beam_rl.seats import reserved
+
+    with reserved(recipe("trainer.parallel.dp=6", "rollout.engines=2", "rollout.parallel.tp=3")) as seats:
+        homes = [where(seat) for seat in seats.ranks]
+        assert homes[0] == homes[1] == homes[2] == where(seats.engines[0])
+        assert homes[3] == homes[4] == homes[5] == where(seats.engines[1]) != homes[0]
+
+
+def test_what_ray_does_not_have_is_refused_at_once(two_nodes: None) -> None:
+    from beam_rl.seats import reserved
+
+    with (
+        pytest.raises(
+            InputError, match=r"cluster.placement = disaggregated: .* need 8 CPU slots; Ray has [34] \+ [34]"
+        ),
+        reserved(recipe("cluster.placement=disaggregated", "trainer.parallel.dp=7")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("cluster.placement=colocated", "rollout.pace=asynchronous"), "rollout.pace = asynchronous: .* disaggregated"),
+        (("cluster.placement=colocated", "rollout.pace=one_step_off"), "rollout.pace = one_step_off: .* disaggregated"),
+        (("rollout.parallel.tp=4", "rollout.parallel.ep=2"), "rollout.parallel.ep = 2: .* use 4 or 1"),
+    ],
+)
+def test_what_cannot_be_together_is_refused_by_its_keys(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        recipe(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("pace", "slots"), [("synchronous", 1), ("one_step_off", 2), ("asynchronous", 2)]
+)  # one rank and one engine
+def test_without_a_word_the_pace_decides(pace: str, slots: int) -> None:
+    assert sum(shelf.gpus for shelf in place(for_pace(pace), 1, 1, 1, [4])) == slots

@@ -137,13 +137,13 @@ def parameter_state(model: nn.Module, optimizer: MegatronOptimizer) -> Iterator[
             yield moment, name, states[id(part.key)][moment].view(-1), part.start
 
 
-def state_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Main parameters and Adam's state on the device; some are views of weights."""
+def state_tensors(optimizer: MegatronOptimizer, device: torch.device) -> list[Tensor]:
+    """Main parameters and Adam's state on the device, some of them views of weights; step counters may be on the host."""
     found: list[Tensor] = []
     for adam in _adams(optimizer):
         found += [main for group in adam.param_groups for main in group["params"]]
         found += [value for state in adam.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return [tensor for tensor in found if tensor.device.type != "cpu"]
+    return [tensor for tensor in found if tensor.device == device]
 
 
 def router_gradient_norm(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> float:

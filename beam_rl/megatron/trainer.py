@@ -269,7 +269,7 @@ class Trainer:
         weights = [tensor for _, tensor in self._weights()]
         gradients = [b.grad_data for ddp in self.ddp for b in ddp.buffers + ddp.expert_parallel_buffers]
         frozen = [t for t in weights if self.adapted and isinstance(t, torch.nn.Parameter) and not t.requires_grad]
-        return Held(frozen, weights, gradients, state_tensors(self.optimizer))
+        return Held(frozen, weights, gradients, state_tensors(self.optimizer, self.device))
 
     def export(self, folder: Path, form: ExportForm = "full") -> None:
         """Writes the policy as HF files; all ranks call it, the first one writes.

@@ -214,7 +214,7 @@ class Engine:
 
     async def sync_places(self) -> list[Place]:
         """Where this engine's workers are, for the choice of a transport."""
-        return [Place(*fields) for fields in await self.llm.collective_rpc("sync_place")]
+        return [Place(*fields) for fields in await self._workers("sync_place")]
 
     async def join_sync(self, join: dict[str, Any]) -> None:
         """Joins a sender (`sync.transport.WeightSender`); `join` is what it says of this engine in `join_infos`."""

@@ -20,7 +20,7 @@ class LocalSync:
     def __init__(self, engine: "Engine", link: Link, device: torch.device) -> None:
         """device: where the tensors are that will be sent."""
         self.engine, self.loop = engine, asyncio.get_running_loop()
-        self.sender = open_sender(link, [1], device)
+        self.sender = open_sender(link, [engine.settings.parallel.workers], device)
 
     async def join(self) -> None:
         joining = asyncio.run_coroutine_threadsafe(self.engine.join_sync(self.sender.join_infos()[0]), self.loop)
