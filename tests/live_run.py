@@ -89,6 +89,7 @@ def on(cluster: Cluster, folder: Path, *overrides: str, resume: Path | None = No
         if live.loop.state.step:
             live.before = set(range(live.loop.state.prompts)) - {f.prompt.position for f in live.loop.under_way}
         yield live
+        live.loop.rollouts.hold()  # the engines are others' next
         live.loop.saver.wait()
 
 
