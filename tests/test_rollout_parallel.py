@@ -20,6 +20,7 @@ from beam_rl.errors import InputError
 from beam_rl.lora import ALL_TARGETS, Adapter, adapter_modules, adapter_tensors, repeated_tensors
 from beam_rl.recipe.tree import EngineParallel
 from beam_rl.rollout.engine import Engine
+from beam_rl.rollout.launch import refuse_on_cpu
 from beam_rl.rollout.sync.link import Link, open_sender
 from beam_rl.rollout.sync.transport import WeightSender
 from beam_rl.samples import Request
@@ -158,6 +159,14 @@ def test_workers_that_hold_different_adapters_are_found_out(weights: dict[str, P
     assert engine._checksum([first, ["a", {}], second, ["b", {}]]) != engine._checksum([first, first, first, first])
     with pytest.raises(RuntimeError, match="hold different adapters"):
         engine._checksum([first, ["a", {}], second, ["c", {}]])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "use"), [(EngineParallel(dp=2), "engines"), (EngineParallel(tp=2, ep=2), "tp alone")]
+)
+def test_what_a_cpu_cannot_do_is_refused_at_the_start(parallel: EngineParallel, use: str) -> None:
+    with pytest.raises(ValueError, match=f"rollout.parallel.[de]p = 2: needs GPUs; on a CPU use .*{use}"):
+        refuse_on_cpu(parallel)
 
 
 def test_parity_looks_into_one_worker_only(fleet: Fleet) -> None:
