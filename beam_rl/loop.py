@@ -103,6 +103,7 @@ class Loop:
                 self.policy.load(self.run.resumed.path)
             under_way = flight.load(self.run.resumed.path, self.inputs.prompts.at)
             self.rollouts.flights.restore(self.state.prompts, under_way)
+            self.note_flights()
             self.saved = self.state.step
         step = Step(self.state.step, self.report)
         self.sync(step)

@@ -31,6 +31,7 @@ class LiveRun:
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.trained = loop, []
+        self.before: set[int] = set()  # prompts that were trained on before this process
         take = loop.rollouts.take
 
         def noted(step):
@@ -58,7 +59,7 @@ class LiveRun:
         """Every sample was trained on once, and every prompt begun is trained on or under way."""
         assert len(self.trained) == len(set(self.trained))
         state, under_way = self.loop.rollouts.flights.snapshot()
-        trained = {int(name.split("-")[1]) for name in self.trained}
+        trained = self.before | {int(name.split("-")[1]) for name in self.trained}
         waiting = {f.prompt.position for f in under_way}
         assert trained | waiting == set(range(state)) and not trained & waiting
 
@@ -85,7 +86,10 @@ def on(cluster: Cluster, folder: Path, *overrides: str, resume: Path | None = No
         verifier = stack.enter_context(make_verifier(recipe.verifier))
         live = LiveRun(Loop(recipe, prepare(recipe, Quiet()), run, report, cluster, verifier))
         live.loop.begin()
+        if live.loop.state.step:
+            live.before = set(range(live.loop.state.prompts)) - {f.prompt.position for f in live.loop.under_way}
         yield live
+        live.loop.rollouts.hold()  # the engines are others' next
         live.loop.saver.wait()
 
 

@@ -11,6 +11,7 @@ from beam_rl.cluster import Cluster
 from beam_rl.run import read_metrics
 
 LAYOUT = ["trainer.parallel.dp=2", "rollout.engines=2", "trainer.deterministic=true", "checkpoint.keep_last=9"]
+LARGE = ["rollout.prompts_per_step=32", "rollout.samples_per_prompt=8"]  # more than is sampled while a step trains
 TIMES = ("time/", "memory/", "rollout/tokens_per_s", "sync/seconds")
 
 
@@ -68,7 +69,7 @@ def test_one_step_off_resumes_as_if_it_had_not_stopped(cluster, tmp_path: Path) 
 
 def test_asynchronous_responses_go_on_under_new_weights(cluster, tmp_path: Path) -> None:
     pace = ("rollout.pace=asynchronous", "algorithm.staleness=2", "algorithm.importance_correction.kind=truncate")
-    rows, _ = go(cluster, tmp_path / "run", 5, *pace)
+    rows, _ = go(cluster, tmp_path / "run", 5, *pace, *LARGE)
     assert sum(rows[s]["rollout/continued"] for s in range(1, 6)) > 0
     assert max(rows[s]["rollout/staleness"] for s in range(1, 6)) == 2
     assert all(rows[s]["replay/missing_rows"] == 0 for s in range(1, 6))
@@ -76,6 +77,6 @@ def test_asynchronous_responses_go_on_under_new_weights(cluster, tmp_path: Path)
 
 
 def test_over_sampled_responses_are_continued_in_the_next_step(cluster, tmp_path: Path) -> None:
-    rows, trained = go(cluster, tmp_path / "run", 3, "rollout.over_sampling=2")
+    rows, trained = go(cluster, tmp_path / "run", 3, "rollout.over_sampling=2", *LARGE)
     assert sum(rows[s]["rollout/continued"] for s in (1, 2, 3)) > 0
-    assert len(trained) == 3 * 8 * 4
+    assert len(trained) == 3 * 32 * 8

@@ -1,4 +1,4 @@
-"""A checksum of bytes, worked out while they are copied: on a CPU in the copy's own time, since the caches hold them.
+"""A checksum of bytes, worked out while they are copied, chunk by chunk, so that a CPU's caches still hold them.
 
 Catches what goes wrong between two honest machines: any changed word (weights are odd, so a change never cancels), blocks
 that were exchanged, shifted, left out or left over from before. No protection against forgery.
