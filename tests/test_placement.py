@@ -1,8 +1,8 @@
 """Who sits on which GPU, and what trainer and engines do about it where they share."""
 
-import os
-import tempfile
-from collections.abc import Iterator
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,78 +175,31 @@ def recipe(*overrides: str) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[None]:
-    """Two raylets on two addresses of this machine's loopback, with 3 and 4 CPU slots."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
-        small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 3, "node_ip_address": "127.0.0.1", "temp_dir": folder, **small},
-        )
-        cluster.add_node(num_cpus=4, node_ip_address="127.0.0.2", **small)
-        ray.init(address=cluster.address, log_to_driver=False)
-        try:
-            yield
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+def two_nodes() -> dict[str, Any]:
+    program = Path(__file__).with_name("two_nodes.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def where(seat: Any) -> str:
-    """The node of an actor in this seat."""
-    import ray
-
-    return ray.get(ray.remote(_node).options(**seat.options).remote())
+SMALL, LARGE = ["127.0.0.1"] * 2, ["127.0.0.2"] * 2  # what a seat says, and where an actor in it finds itself
 
 
-def _node() -> str:
-    import ray
-
-    return ray.get_runtime_context().get_node_id()
-
-
-def test_seats_of_two_nodes_are_where_the_plan_says(two_nodes: None) -> None:
-    import ray
-
-    from beam_rl.seats import reserved
-
-    sizes = {n["NodeID"]: int(n["Resources"]["CPU"]) for n in ray.nodes()}
-    chosen = recipe(
-        "cluster.placement=disaggregated", "trainer.parallel.dp=4", "rollout.engines=1", "rollout.parallel.tp=3"
-    )
-    with reserved(chosen) as seats:
-        assert not seats.shared_gpus
-        assert {sizes[where(seat)] for seat in seats.ranks} == {4}
-        assert sizes[where(seats.engines[0])] == 3 == sizes[where(seats.engines[0])]  # again, as after a restart
-        host, port = seats.meeting_point().split(":")
-        assert (host, seats.engines[0].host) == ("127.0.0.2", "127.0.0.1") and int(port) > 0
-    with reserved(chosen):  # given back
-        pass
+def test_seats_of_two_nodes_are_where_the_plan_says(two_nodes: dict[str, Any]) -> None:
+    found = two_nodes["disaggregated"]
+    assert found["ranks"] == [LARGE] * 4 and found["engines"] == found["restarted"] == [SMALL]
+    assert found["meeting"].startswith("127.0.0.2:")
+    assert two_nodes["again"]["ranks"] == found["ranks"]  # what a run has reserved it gives back
 
 
-def test_colocated_on_two_nodes_an_engine_is_beside_its_ranks(two_nodes: None) -> None:
-    from beam_rl.seats import reserved
-
-    with reserved(recipe("trainer.parallel.dp=6", "rollout.engines=2", "rollout.parallel.tp=3")) as seats:
-        homes = [where(seat) for seat in seats.ranks]
-        assert homes[0] == homes[1] == homes[2] == where(seats.engines[0])
-        assert homes[3] == homes[4] == homes[5] == where(seats.engines[1]) != homes[0]
+def test_colocated_on_two_nodes_an_engine_is_beside_its_ranks(two_nodes: dict[str, Any]) -> None:
+    found = two_nodes["colocated"]
+    assert found["engines"] == [LARGE, SMALL] and found["ranks"] == [LARGE] * 3 + [SMALL] * 3
 
 
-def test_what_ray_does_not_have_is_refused_at_once(two_nodes: None) -> None:
-    from beam_rl.seats import reserved
-
-    with (
-        pytest.raises(
-            InputError, match=r"cluster.placement = disaggregated: .* need 8 CPU slots; Ray has [34] \+ [34]"
-        ),
-        reserved(recipe("cluster.placement=disaggregated", "trainer.parallel.dp=7")),
-    ):
-        pass
+def test_what_ray_does_not_have_is_refused_with_the_nodes(two_nodes: dict[str, Any]) -> None:
+    assert two_nodes["too_much"]["error"].startswith("cluster.placement = disaggregated: ")
+    assert two_nodes["too_much"]["error"].endswith("need 8 CPU slots; Ray has 3 + 4")
 
 
 @pytest.mark.parametrize(

@@ -141,11 +141,17 @@ def _adapter_args(adapter: Adapter, additional_config: dict[str, Any]) -> dict[s
     }
 
 
+def refuse_on_cpu(parallel: EngineParallel) -> None:
+    """ValueError for what an engine on a CPU lacks: its own experts and the recorder of routes know no other replicas."""
+    for key, use in (("dp", "rollout.engines"), ("ep", "rollout.parallel.tp alone")):
+        if (size := getattr(parallel, key)) > 1:
+            raise ValueError(f"rollout.parallel.{key} = {size}: needs GPUs; on a CPU use {use}")
+
+
 def _cpu_args(settings: EngineSettings) -> dict[str, Any]:
     from beam_rl.rollout.worker import RECORD_ROUTES
 
-    if settings.parallel.dp > 1:
-        raise ValueError(f"rollout.parallel.dp = {settings.parallel.dp}: needs GPUs; on a CPU use rollout.engines")
+    refuse_on_cpu(settings.parallel)
     return {
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
