@@ -87,6 +87,7 @@ class Loop:
     ) -> None:
         self.recipe, self.inputs, self.run, self.report = recipe, inputs, run, report
         self.policy, self.engines, self.weights, self.verifier = cluster.policy, cluster.engines, cluster.sync, verifier
+        self.turns = cluster.turns
         self.saver = Saver(run, cluster.policy, recipe.checkpoint, recipe.model.lora is not None, report.warn)
         self.state = State()
         self.under_way: list[Flight] = []  # begun, but not trained on, when the weights of `state.step` were there
@@ -125,6 +126,8 @@ class Loop:
         )
         batch = build(rollout.groups, self.recipe, self.inputs.num_experts)
         step.log(rollout_metrics(rollout, batch, step.number) | self.engine_metrics())
+        with step.phase("handing the GPUs over", "turn"):
+            self.turns.to_trainer()
         self.score(batch, step)
         with self.state.advancing(step.number):
             self.learn(batch, step)
@@ -134,13 +137,15 @@ class Loop:
         self.announce(step)
         every = self.recipe.checkpoint.every
         self.save_if(bool(every) and step.number % every == 0)
+        self.back_to_engines()
 
     def engine_metrics(self) -> dict[str, float]:
         """What became of the engines since the last step; a person is told of each that was lost."""
         counters = self.engines.take_counters()
         for cause in counters.causes:
             self.report.warn(f"started anew: {cause}")
-        return {"rollout/engine_restarts": counters.restarts, "rollout/redone": counters.redone}
+        moved: dict[str, float] = {"turn/bytes": self.turns.bytes} if self.turns.shared else {}
+        return {"rollout/engine_restarts": counters.restarts, "rollout/redone": counters.redone} | moved
 
     def shown(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """As many samples as the recipe wants to see, from as many prompts as can be."""
@@ -150,7 +155,7 @@ class Loop:
     def sync(self, step: Step) -> None:
         with step.phase("waiting for the engines", "hold"):
             self.rollouts.hold()
-        with step.phase("syncing", "sync"), held():
+        with step.phase("syncing", "sync"), held(), self.turns.to_engines():
             step.log(sync_metrics(self.weights.bring(step.number)))
 
     def check_engines(self) -> None:
@@ -159,9 +164,11 @@ class Loop:
             samples = attend(
                 beside(lambda: parity_samples(self.recipe, self.inputs, self.engines, CHECK_TOKENS)), self.mend
             )
-            gap = parity_metrics(self.policy.score([samples]))["parity/abs_logprob_diff_mean"]
             self.engines.forget_prefixes()
+            self.turns.to_trainer()
+            gap = parity_metrics(self.policy.score([samples]))["parity/abs_logprob_diff_mean"]
         check_agreement(gap, self.recipe)
+        self.back_to_engines()
 
     def announce(self, step: Step) -> None:
         """What the engines serve now is evaluated when due and reported, and rollouts go on with it."""
@@ -175,7 +182,17 @@ class Loop:
     def mend(self) -> None:
         """For while the trainer rests: engines that were lost and started anew get its weights."""
         self.policy.check()
-        self.weights.mend(self.state.step)
+        if not self.turns.shared:
+            self.weights.mend(self.state.step)
+        elif not self.engines.serving() and self.engines.fresh():  # one engine samples on: the others wait for the sync
+            with self.turns.to_engines():
+                self.weights.mend(self.state.step)
+
+    def back_to_engines(self) -> None:
+        """After the trainer had a turn between two steps: where GPUs are shared, the engines have lost their weights."""
+        if self.turns.trainers:
+            with held(), self.turns.to_engines():
+                self.weights.bring(self.state.step)
 
     def note_flights(self) -> None:
         """Where every prompt is now; for the checkpoint."""
@@ -225,6 +242,7 @@ class Loop:
         self.saved = self.state.step
         with self.report.phase("saving"):
             rest = partial(flight.save, self.under_way)
+            self.turns.to_trainer()
             self.saver.save(self.state.step, rest, asdict(self.state), self.eval_score, timeout_s)
 
     @contextlib.contextmanager

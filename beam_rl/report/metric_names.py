@@ -42,7 +42,7 @@ METRICS: dict[str, Metric] = {
     "time/save_s": Metric("s", "training stood still to save, between the step before and this one"),
     "time/write_s": Metric("s", "the last checkpoint's way to the disk, during which training went on"),
     "time/eval_s": Metric("s", "evaluating, in the steps where that is due"),
-    "time/turn_s": Metric("s", "trainer and engines handed shared GPUs over"),
+    "time/turn_s": Metric("s", "engines handed shared GPUs to the trainer; the way back is in time/sync_s"),
     "time/hold_s": Metric("s", "until the engines were at rest for the weights"),
     "time/idle_s": Metric("s", "the trainer had nothing to do: sampling, verifying, waiting"),
     "rollout/tokens": Metric("count", "tokens sampled"),
@@ -69,7 +69,7 @@ METRICS: dict[str, Metric] = {
     "optim/lr": Metric("", "learning rate of the step's last update"),
     "memory/gpu_peak_bytes": Metric("bytes", "most GPU memory that a trainer rank held"),
     "memory/host_peak_bytes": Metric("bytes", "most host memory that a trainer rank held"),
-    "turn/bytes": Metric("bytes", "moved between shared GPUs and host memory for the trainer"),
+    "turn/bytes": Metric("bytes", "moved between shared GPUs and host memory for the trainer, since the start"),
     "nvme/read_bytes": Metric("bytes", "read from NVMe in the step"),
     "nvme/write_bytes": Metric("bytes", "written to NVMe in the step"),
 }
