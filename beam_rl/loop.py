@@ -101,6 +101,7 @@ class Loop:
         if self.run.resumed:
             with self.report.phase("loading the checkpoint", once=True):
                 self.state = State(**self.run.resumed.state)
+                self.turns.to_trainer()
                 self.policy.load(self.run.resumed.path)
             under_way = flight.load(self.run.resumed.path, self.inputs.prompts.at)
             self.rollouts.flights.restore(self.state.prompts, under_way)

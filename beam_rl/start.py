@@ -73,8 +73,10 @@ def run_evaluation(source: Path, overrides: Iterable[str]) -> dict[str, Any]:
         stack.callback(verifier.close)
         cluster = stack.enter_context(Cluster(recipe, inputs.model_path, folder, console))
         if checkpoint:
+            cluster.turns.to_trainer()
             cluster.policy.load(checkpoint.path)
-        cluster.sync.bring(checkpoint.step if checkpoint else 0)
+        with cluster.turns.to_engines():
+            cluster.sync.bring(checkpoint.step if checkpoint else 0)
         samples = len(inputs.eval_prompts) * recipe.eval.samples_per_prompt
         with console.phase("evaluating", samples, once=True) as phase:
             scores = evaluate(inputs.eval_prompts, cluster.engines, verifier, inputs.decode, recipe, phase.advance)

@@ -69,11 +69,11 @@ def test_a_step_where_nothing_can_be_replayed_fails():
         replay_metrics(nothing, learned, step=1)
 
 
-def test_a_run_whose_engine_serves_other_weights_ends_before_its_first_update():
-    check_agreement(9e-6, load(TINY), step=1)
+def test_a_run_whose_engine_serves_other_weights_ends_before_its_first_rollout():
+    check_agreement(9e-6, load(TINY))
     with pytest.raises(StepError, match=r"differ by 3.00e-02 .* above 1e-05: `beam-rl parity` says where"):
-        check_agreement(0.03, load(TINY), step=1)
-    check_agreement(0.03, load(TINY, ["parity.logprob_mean_bound=0.05"]), step=1)
+        check_agreement(0.03, load(TINY))
+    check_agreement(0.03, load(TINY, ["parity.logprob_mean_bound=0.05"]))
 
 
 def test_a_step_that_dynamic_sampling_leaves_empty_ends_the_run_with_the_diagnosis():

@@ -54,12 +54,14 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
         adapter = start_adapter(recipe)
         loading = worker.start.remote(str(inputs.model_path), recipe.trainer.precision, rounded, temperature, adapter)
         with display.phase("syncing", once=True):
-            cluster.sync.bring(0)
+            with cluster.turns.to_engines():
+                cluster.sync.bring(0)
         samples = sample(recipe, inputs, cluster.engines)
         with display.phase("probing trainer, engine and reference", once=True):
             ray.get(loading)
-            trainer = cluster.policy.probe(samples)
             engine = [cluster.engines.probe(token_ids(s), s.completion.routes, temperature) for s in samples]
+            cluster.turns.to_trainer()
+            trainer = cluster.policy.probe(samples)
             reference = ray.get([worker.probe.remote(token_ids(s), s.completion.routes) for s in samples])
     as_sampled = np.concatenate([s.completion.logp for s in samples])
     sides = {
