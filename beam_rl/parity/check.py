@@ -53,9 +53,8 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
         rounded, temperature = recipe.trainer.numerics == "engine", recipe.rollout.temperature
         adapter = start_adapter(recipe)
         loading = worker.start.remote(str(inputs.model_path), recipe.trainer.precision, rounded, temperature, adapter)
-        with display.phase("syncing", once=True):
-            with cluster.turns.to_engines():
-                cluster.sync.bring(0)
+        with display.phase("syncing", once=True), cluster.turns.to_engines():
+            cluster.sync.bring(0)
         samples = sample(recipe, inputs, cluster.engines)
         with display.phase("probing trainer, engine and reference", once=True):
             ray.get(loading)
