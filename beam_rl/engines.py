@@ -42,6 +42,7 @@ class Slot:
     load: int = 0  # requests that it has to answer
     restarts: int = 0
     last_error: str = ""
+    since: float = field(default_factory=time.monotonic)  # that its start was asked for
 
 
 @dataclass
@@ -223,13 +224,18 @@ class Engines:
 
         if self._over:
             raise self._over
+        limit_s = self.recipe.cluster.start_timeout_s
         for slot in self.slots:
-            if slot.state == "starting" and ray.wait([slot.starting], timeout=0)[0]:
+            if slot.state != "starting":
+                continue
+            if ray.wait([slot.starting], timeout=0)[0]:
                 try:
                     ray.get(slot.starting)
                     slot.state = "fresh"
                 except Exception as error:
                     self.lost([slot.index], RuntimeError(f"did not start again: {error}"))
+            elif time.monotonic() - slot.since > limit_s:
+                self.lost([slot.index], TimeoutError(f"did not start again within {limit_s:g} s"))
         return [slot.index for slot in self.slots if slot.state == "fresh"]
 
     def serving(self) -> list[int]:
@@ -281,6 +287,7 @@ class Engines:
         ray.kill(actor)
         slot.state = "starting"
         slot.actor, slot.starting = self._new(slot.index)
+        slot.since = time.monotonic()
 
     async def _ask(self, slot: Slot, method: str, *args: Any) -> None:
         """A short call that an engine answers or is lost."""

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +115,43 @@ def verifiers(rng: random.Random) -> Iterator[Kill]:
         yield Kill("verifier, both workers", moment, name, "goes on", "nothing", max(0.0, took))
 
 
+def engines(rng: random.Random, folder: Path) -> Iterator[Kill]:
+    """One of two engines that sample all the time, again and again: the run goes on with the other one."""
+    from live_run import in_the_next_sync, kill, live_cluster, on, stop, while_sampling
+
+    overrides = ["rollout.engines=2", "rollout.pace=asynchronous", "rollout.engine_restarts=99"]
+    overrides += ["rollout.engine_deadline_s=10", "sync.deadline_s=20"]
+    plans = [
+        ("sampling", "actor", kill), ("a sync", "actor", kill), ("sampling", "vLLM", kill), ("a sync", "vLLM", kill),
+        ("sampling", "vLLM", stop), ("a sync", "vLLM", stop), ("sampling", "both engines", kill),
+    ]  # fmt: skip
+    with live_cluster(folder / "logs", *overrides) as cluster, on(cluster, folder / "run", *overrides) as live:
+        slots = live.loop.engines.slots
+        for moment, what, act in plans:
+            live.step_until(live.all_serve)
+            chosen = [0, 1] if what == "both engines" else [rng.randrange(2)]
+            pids = [live.pids(i)[what == "vLLM"] for i in chosen]
+            before, struck = sum(slots[i].restarts for i in chosen), time.monotonic()
+
+            def strike(pids: Sequence[int] = pids, act: Callable[[int], None] = act) -> None:
+                for pid in pids:
+                    act(pid)
+
+            if moment == "sampling":
+                while_sampling(live, chosen[0], strike, seed=rng.randrange(1000))
+            else:
+                in_the_next_sync(live, strike)
+            live.step_until(lambda n=before, c=chosen: sum(slots[i].restarts for i in c) > n)
+            live.step_until(live.all_serve)
+            took = time.monotonic() - struck
+            live.nothing_lost()
+            live.loop.check_engines()
+            victim = what if len(chosen) == 2 else f"engine {chosen[0]}, {'its process' if what == 'actor' else what}"
+            found = Kill(victim, moment, "SIGKILL" if act is kill else "SIGSTOP", "goes on", "nothing", took)
+            print(found, file=sys.stderr, flush=True)
+            yield found
+
+
 def chain(cases: Sequence[Case], folder: Path, recipe: Sequence[str] = ()) -> list[Kill]:
     """Strikes one run again and again; a row for each case. Raises AssertionError where something was lost.
 
@@ -206,6 +243,7 @@ def table(kills: Sequence[Kill]) -> str:
 def main(write: bool, seed: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         kills = [*chain(cases(random.Random(seed)), Path(folder)), *verifiers(random.Random(seed))]
+        kills += engines(random.Random(seed), Path(folder))
     text = table(kills)
     print(text)
     if write:
