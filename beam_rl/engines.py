@@ -20,10 +20,12 @@ import numpy as np
 from beam_rl.inputs import adapter_for
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Recipe
+from beam_rl.rollout.sync.transport import reason
 from beam_rl.samples import Completion, Request
 from beam_rl.seats import Seats, unreserved
 
 POLL_S = 0.2
+STOP_S = 5.0
 WATCH_S = 5.0  # between two looks at an engine that is sampling
 
 
@@ -79,10 +81,12 @@ class Engines:
         import ray
 
         self._over = RuntimeError("the run is ending")
-        self.submit(_cancel_others()).result()
+        with contextlib.suppress(TimeoutError):
+            self.submit(_cancel_others()).result(timeout=STOP_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        stopping = [s.actor.stop.remote() for s in self.slots]
-        ray.wait(stopping, num_returns=len(stopping), timeout=10)
+        stopping = [s.actor.stop.remote() for s in self.slots if s.state != "starting"]  # the others would not answer
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=STOP_S)
         for slot in self.slots:
             ray.kill(slot.actor)
 
@@ -159,7 +163,8 @@ class Engines:
             yield
         finally:
             self._hushed = False
-            await asyncio.gather(*(self._ask(slot, "release") for slot in serving if slot.state == "serving"))
+            standing = [slot for slot in serving if slot.state == "serving" and not self._over]
+            await asyncio.gather(*(self._ask(slot, "release") for slot in standing))
 
     async def _interrupt(self) -> None:
         """Returns when no engine has anything to answer."""
@@ -218,12 +223,33 @@ class Engines:
 
         self._wait(replace())
 
+    def check(self) -> None:
+        """Raises EnginesLost once an engine was lost too often."""
+        if self._over:
+            raise self._over
+
+    def all_alive(self) -> bool:
+        """Asks every engine; one that does not answer is lost, and starting anew."""
+
+        async def ask() -> None:
+            await asyncio.gather(*(self._ask(slot, "alive") for slot in self.slots if slot.state != "starting"))
+
+        self._wait(ask())
+        return all(slot.state != "starting" for slot in self.slots)
+
+    def kill(self) -> None:
+        """Ends the engines at once, for a run that ends anyway."""
+        import ray
+
+        self._over = RuntimeError("the run is ending")
+        for slot in self.slots:
+            ray.kill(slot.actor)
+
     def fresh(self) -> list[int]:
         """The engines that have started anew and lack the version to serve. EnginesLost when one can't start again."""
         import ray
 
-        if self._over:
-            raise self._over
+        self.check()
         limit_s = self.recipe.cluster.start_timeout_s
         for slot in self.slots:
             if slot.state != "starting":
@@ -274,8 +300,11 @@ class Engines:
             raise self._over or error
         if slot.actor is not actor:  # noticed before, by another of its requests
             return
-        slot.last_error = f"engine {slot.index}: {str(cause).strip().splitlines()[0]}"
+        said = reason(error)
+        slot.last_error = said if said.startswith("engine ") else f"engine {slot.index}: {said}"
         slot.restarts += 1
+        slot.state = "starting"
+        ray.kill(actor)  # which also ends whatever waits for it
         if slot.restarts > self.recipe.rollout.engine_restarts:
             self._over = EnginesLost(
                 f"{slot.last_error}; it was started anew {slot.restarts - 1} times, as often as "
@@ -284,8 +313,6 @@ class Engines:
             raise self._over from error
         self.counters.restarts += 1
         self.counters.causes.append(slot.last_error)
-        ray.kill(actor)
-        slot.state = "starting"
         slot.actor, slot.starting = self._new(slot.index)
         slot.since = time.monotonic()
 
@@ -296,8 +323,10 @@ class Engines:
             await asyncio.wait_for(
                 _awaited(getattr(actor, method).remote(*args)), self.recipe.rollout.engine_deadline_s
             )
+        except TimeoutError:
+            self._lost_or_raise(slot, actor, TimeoutError(f"no answer to {method}"))
         except Exception as error:
-            self._lost_or_raise(slot, actor, error if str(error) else TimeoutError(f"no answer to {method}"))
+            self._lost_or_raise(slot, actor, error)
 
     async def _watch(self) -> None:
         """Looks at the engines that have something to do: one that hangs is lost like one that died."""

@@ -183,6 +183,7 @@ class Loop:
     def mend(self) -> None:
         """For while the trainer rests: engines that were lost and started anew get its weights."""
         self.policy.check()
+        self.engines.check()
         if not self.turns.shared:
             self.weights.mend(self.state.step)
         elif not self.engines.serving() and self.engines.fresh():  # one engine samples on: the others wait for the sync

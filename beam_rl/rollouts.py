@@ -109,7 +109,9 @@ class Asynchronous(Synchronous):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self._size, self._staleness = self.recipe.rollout.prompts_per_step, self.recipe.algorithm.staleness
-        self._version = self._taken = self._dropped = 0
+        self._version = self._taken = 0
+        self._dropped = 0  # since the last batch was asked for; bounds the wait
+        self._unseen = Rollout()  # what became of dropped groups, for the next batch's counts
         self._born: dict[int, int] = {}  # the version served when a group was begun; of all that are under way
         self._ready: dict[int, tuple[Group, Rollout]] = {}  # in the order in which they were finished
         self._sampling = 0  # groups that engines are answering
@@ -139,13 +141,12 @@ class Asynchronous(Synchronous):
             await self._changed.wait_for(lambda: self._failure or self._choose(number) is not None)
         if self._failure:
             raise self._failure
-        rollout = Rollout()
+        rollout, self._unseen = self._unseen, Rollout()
         for position in self._choose(number) or ():
             group, counts = self._ready.pop(position)
             del self._born[position]
             rollout.add(counts)
             rollout.groups.append(group)
-        rollout.dropped_groups = self._dropped
         self._landed(rollout.groups)
         self._taken = number
         await self._fill()
@@ -171,7 +172,8 @@ class Asynchronous(Synchronous):
         if not self._going or room <= 0:
             return
         for flight in self.flights.take(room):
-            self._born[flight.prompt.position] = min(self._version, flight.version or self._version)
+            begun = self._version if flight.version is None else flight.version
+            self._born[flight.prompt.position] = min(self._version, begun)
             task = asyncio.create_task(self._fly(flight))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -204,15 +206,21 @@ class Asynchronous(Synchronous):
         del self._born[position]
         self.flights.landed([position])
         self._dropped += 1
+        self._unseen.dropped_groups += 1
+        self._unseen.add(counts)
         await self._note()
         await self._fill()
 
     async def _hold(self) -> None:
         self._going = False
         async with self.engines.quiet(), self._changed:
-            await self._changed.wait_for(lambda: self._failure or not self._sampling)
+            await self._changed.wait_for(lambda: not self._sampling)
+        if self._failure:
+            raise self._failure
 
     async def _go_on(self, version: int) -> None:
+        if not self._going and not self._born:
+            self._since = time.perf_counter()  # the first rollouts begin
         self._version, self._taken, self._going = version, max(self._taken, version), True  # a resumed run: not from 0
         await self._note()
         await self._fill()

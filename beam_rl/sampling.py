@@ -124,7 +124,8 @@ def sample_groups(
         missing = wanted - len(rollout.groups)
         batch = flights.take(math.ceil(missing * recipe.rollout.over_sampling))
         finished, left = _fly(batch, missing, engines, recipe, step)
-        flights.put_back(left if recipe.rollout.unfinished == "continue" else [f.restarted() for f in left])
+        keep = recipe.rollout.unfinished == "continue"
+        flights.put_back(f if keep or f.complete else f.restarted() for f in left)
         groups = [group_of(f, decode) for f in finished]
         with step.phase("verifying", "verify"):
             judge_groups(groups, verifier, recipe, rollout)

@@ -29,6 +29,14 @@ class Turns:
         self.bytes += self.policy.put_on_gpu("all")
         self.trainers = True
 
+    def to_trainer_for_good(self) -> None:
+        """The run is ending, whatever the engines are doing now: the trainer gets its state back, to save it."""
+        if not self.shared or self.trainers:
+            return
+        self.engines.kill()
+        self.bytes += self.policy.put_on_gpu("all")
+        self.trainers = True
+
     @contextlib.contextmanager
     def to_engines(self) -> Iterator[None]:
         """Inside, trainer and engines hold their weights, for a sync of all engines; afterwards it is the engines' turn.
@@ -38,6 +46,8 @@ class Turns:
         if not self.shared:
             yield
             return
+        if not self.engines.all_alive():  # one that starts anew takes its memory then
+            self.bytes += self.policy.put_on_gpu("nothing")
         self.engines.each("sleep")
         self.bytes += self.policy.put_on_gpu("weights")
         self.engines.each("wake", "weights")

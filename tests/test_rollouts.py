@@ -179,8 +179,46 @@ def test_a_resumed_run_trains_on_what_was_under_way_and_on_nothing_twice(pace: s
     after = train(rollouts, engines, 6, first=6)
     seen = [c.id for _, c in before + after]
     assert len(seen) == len(set(seen)) == 11 * SIZE * SAMPLES
-    if pace != "asynchronous":
-        assert sorted(set(positions(before + after))) == list(range(11 * SIZE))
+    state, under_way = rollouts.flights.snapshot()
+    assert {*positions(before + after), *(f.prompt.position for f in under_way)} == set(range(state))
+    assert max(number - 1 - c.version for number, c in after) <= {"synchronous": 0, "one_step_off": 1}.get(pace, 2)
+
+
+def test_what_version_0_sampled_is_not_young_after_a_resume() -> None:
+    engines = Scripted()
+    overrides = ("rollout.pace=asynchronous", "algorithm.staleness=2")
+    rollouts, _ = start(engines, *overrides)
+    rollouts.go_on(0)
+    train(rollouts, engines, 1)
+    rollouts.hold()
+    state, under_way = rollouts.flights.snapshot()
+    engines, source = Scripted(), prompts()
+    rollouts, _ = start(engines, *overrides, source=source)
+    engines.version = 1
+    rollouts.flights.restore(state, under_way)
+    rollouts.go_on(1)
+    after = train(rollouts, engines, 8, first=2)
+    assert max(number - 1 - c.version for number, c in after) == 2
+
+
+def test_groups_that_dynamic_sampling_drops_are_counted_at_any_pace() -> None:
+    class Alike(Scripted):
+        def score(self, items: list[VerifyItem]) -> list[Verdict]:
+            """Every second prompt's answers are alike, and could not be judged."""
+            alike = int(items[0].response.strip("[").split(",")[0].rstrip("]") or 0) % 2
+            return [Verdict(0.0, error="no") if alike else Verdict(float(i % 2)) for i, _ in enumerate(items)]
+
+    engines = Alike()
+    rollouts, _ = start(engines, "rollout.pace=asynchronous", "algorithm.dynamic_sampling.enabled=true")
+    rollouts.go_on(0)
+    dropped = errors = 0
+    for number in range(1, 9):
+        rollout = rollouts.take(Step(number, Quiet()))
+        dropped, errors = dropped + rollout.dropped_groups, errors + rollout.errors
+        rollouts.hold()
+        engines.version = number
+        rollouts.go_on(number)
+    assert dropped > 0 and errors == SAMPLES * dropped
 
 
 def test_one_step_off_resumes_with_the_very_batch_that_was_sampled() -> None:

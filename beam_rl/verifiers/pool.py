@@ -59,6 +59,7 @@ class VerifierPool:
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
         self._failed_starts = 0  # in a row
+        self._closing = False
         for _ in range(workers):
             self._start()
 
@@ -77,6 +78,8 @@ class VerifierPool:
         with self._lock:
             try:
                 while waiting or any(worker.item for worker in self._workers):
+                    if self._closing:
+                        raise RuntimeError("the verifier was closed")
                     self._hand_out(waiting)
                     for i, verdict in self._collect(waiting):
                         verdicts[i] = verdict
@@ -86,7 +89,10 @@ class VerifierPool:
         return [verdict or Verdict(0.0, error="not graded") for verdict in verdicts]
 
     def close(self) -> None:
-        """Ends the workers; the pool can't score after that."""
+        """Ends the workers; the pool can't score after that, and what is being scored now is broken off."""
+        self._closing = True
+        for worker in list(self._workers):
+            worker.process.kill()
         with self._lock:
             for worker in list(self._workers):
                 self._stop(worker)
