@@ -33,12 +33,16 @@ DOING = {
     "score": "scoring",
     "update": "updating",
     "send_weights": "sending weights",
+    "sync_place": "opening a weight sync",
+    "open_sync": "opening a weight sync",
+    "connect_sync": "opening a weight sync",
     "save": "saving",
     "stage": "saving",
     "write": "writing a checkpoint",
     "load": "loading a checkpoint",
     "rest": "idle",
 }
+SYNC_PATIENCE = 3  # in sync.deadline_s: what opens a sync ends by itself within that
 ASIDE, ALIVE = "aside", "alive"  # Ray's concurrency groups: what runs beside the training, and what never returns
 
 
@@ -276,25 +280,16 @@ class Policy:
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
     def sync_place(self) -> Any:
-        """Asks rank 0, which sends the weights, where it is; the unfinished call."""
-        return self.workers[0].sync_place.remote()
+        """Where rank 0 is, which sends the weights."""
+        return self._first("sync_place")
 
     def open_sync(self, link: "Link", workers: list[int]) -> list[dict[str, Any]]:
         """Opens rank 0's end of a weight sync with engines of so many workers each; what each needs to join it."""
-        import ray
-
-        return ray.get(self.workers[0].open_sync.remote(link, workers))
+        return self._first("open_sync", link, workers)
 
     def connect_sync(self, joining: list[Any]) -> None:
         """Returns when all of the engines' calls `joining` have arrived at rank 0. Raises SyncError."""
-        import ray
-
-        ray.get(self.workers[0].connect_sync.remote(joining))
-
-    def close_sync(self) -> None:
-        import ray
-
-        ray.get(self.workers[0].close_sync.remote())
+        self._first("connect_sync", joining)
 
     def send_weights(self, engines: Sequence[Any]) -> Sent:
         """Streams what the policy trains to the engines' actors. Raises SyncError."""
@@ -329,6 +324,17 @@ class Policy:
         packs = [[pack_one(samples, indices) for indices in replica if indices] for replica in plan]
         padded = [[pad(m, trainer.parallel, self.num_experts) for m in replica] for replica in packs]
         return even_out(padded, trainer.parallel, self.num_experts)
+
+    def _first(self, method: str, *args: Any) -> Any:
+        """One call to the first rank, which alone speaks with the engines. Raises RankError if it dies or hangs."""
+        limit_s = SYNC_PATIENCE * self.recipe.sync.deadline_s
+        try:
+            return self._gather(method, [getattr(self.workers[0], method).remote(*args)], limit_s)[0]
+        except TimeoutError as error:
+            rank = self.ranks[0]
+            raise RankError(
+                f"{rank} did not go on while {DOING.get(method, method)}: {error}; its log is {rank.log}"
+            ) from None
 
     def _all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         return self._each(method, [args] * len(self.workers), timeout_s)

@@ -103,7 +103,7 @@ class WeightSync:
 
         self.connected = []
         places = self._all(chosen, "weight sync: find the engines", self.engines.sync_places(chosen))
-        sender = self._trainer(self.policy.sync_place())
+        sender = self.policy.sync_place()
         s = self.settings
         transport = choose(s.transport, sender, [place for engine in places for place in engine])
         checksums = transport in ("shm", "gloo") if s.checksums is None else s.checksums
@@ -119,11 +119,6 @@ class WeightSync:
         self.connected = []
         calls = self.engines.abandon_update(survivors)
         ray.wait(calls, num_returns=len(calls), timeout=self.settings.deadline_s) if calls else None
-
-    def _trainer(self, call: Any) -> Any:
-        import ray
-
-        return ray.get(call, timeout=self.settings.deadline_s)
 
     def _all(self, chosen: Sequence[int], what: str, calls: Sequence[Any]) -> list[Any]:
         """What the engines answer. SyncError names every one that failed, or did not answer within the deadline."""

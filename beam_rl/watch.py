@@ -91,6 +91,8 @@ def verdict(
                     f"{ranks[i]} died at {at} while {doing}: {cause_of_death(ranks[i])}; its log is {ranks[i].log}"
                 )
             victims.append(f"{ranks[i]} waited {limit_s:g} s in {operation}")
+        elif hasattr(getattr(error, "cause", None), "engines"):  # a SyncError: an engine failed, and no rank
+            return error
         elif operation := operation_of(error):
             victims.append(f"{ranks[i]} gave up in {operation}")
         else:
