@@ -1,4 +1,7 @@
-"""A real engine whose requests are interrupted: they keep what they have, and what continues them is right."""
+"""A real engine whose requests are interrupted: they keep what they have, and what continues them is right.
+
+Shares the engines of test_rollout_engine.py, which kills them at its end: this file comes first.
+"""
 
 import time
 from typing import Any
