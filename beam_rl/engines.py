@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from beam_rl.inputs import adapter_for
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Recipe
@@ -210,7 +208,7 @@ class Engines:
             if left and not self._hushed:
                 slot = await self._least_loaded()
         for request in left.values():
-            took(interrupted(request))
+            took(Completion.not_begun(request, self.version or 0))
 
     # -- engines that are lost ----------------------------------------------------------------------------------------
 
@@ -433,11 +431,6 @@ class Engines:
             devices=seat.devices,
             sleeps=self.seats.shared_gpus,
         )
-
-
-def interrupted(request: Request) -> Completion:
-    """Of a request that nobody has begun."""
-    return Completion(request.id, np.empty(0, np.int32), np.empty(0, np.float32), None, "abort", 0)
 
 
 async def _cancel_others() -> None:

@@ -256,7 +256,10 @@ class Loop:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 self.saver.wait(time_left(SAVE_ON_EXIT_S))
             with contextlib.suppress(Exception):
-                self.save_if(self.state.settled and self.state.step != self.kept(), time_left(SAVE_ON_EXIT_S))
+                unsaved = self.state.settled and self.state.step != self.kept()
+                if unsaved:
+                    self.turns.to_trainer_for_good()
+                self.save_if(unsaved, time_left(SAVE_ON_EXIT_S))
                 self.saver.wait(time_left(SAVE_ON_EXIT_S))
             if isinstance(error, Interrupted) and self.state.step != self.kept():
                 error.lost = "not every step could be saved"

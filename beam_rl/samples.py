@@ -63,6 +63,11 @@ class Completion:
     def finished(self) -> bool:
         return self.finish_reason != "abort"
 
+    @classmethod
+    def not_begun(cls, request: Request, version: int) -> "Completion":
+        """Of a request that was interrupted before it had a token, or whose tokens are given up."""
+        return cls(request.id, np.empty(0, np.int32), np.empty(0, np.float32), None, "abort", version)
+
 
 @dataclass
 class Sample:

@@ -39,17 +39,9 @@ class WeightSync:
 
         An engine that is still starting anew gets its weights from `mend`, or from the next call.
         """
-        while True:
-            chosen = self.engines.standing()
-            try:
-                report = self.load(version, chosen)
-            except SyncError as error:
-                if not error.engines:
-                    raise
-                self.engines.lost(error.engines, error)
-                continue
-            self.engines.serve(version, chosen)
-            return report
+        while (report := self._load_or_replace(version, self.engines.standing())) is None:
+            pass
+        return report
 
     def mend(self, version: int) -> None:
         """Gives engines that were started anew the trainer's weights, which are `version`. For when the trainer rests.
@@ -57,16 +49,20 @@ class WeightSync:
         Where others serve the version before, they wait for the next sync instead.
         """
         fresh = self.engines.fresh()
-        if not fresh or (self.engines.version != version and self.engines.serving()):
-            return
+        if fresh and (self.engines.version == version or not self.engines.serving()):
+            self._load_or_replace(version, fresh)
+
+    def _load_or_replace(self, version: int, chosen: Sequence[int]) -> SyncReport | None:
+        """Loads these engines, which then serve; None where some failed in it: others are started in their places."""
         try:
-            self.load(version, fresh)
+            report = self.load(version, chosen)
         except SyncError as error:
             if not error.engines:
                 raise
             self.engines.lost(error.engines, error)
-            return
-        self.engines.serve(version, fresh)
+            return None
+        self.engines.serve(version, chosen)
+        return report
 
     def load(self, version: int, engines: Sequence[int] | None = None) -> SyncReport:
         """Brings the trainer's weights into every engine, bucket by bucket; from then on all serve `version`.
@@ -133,6 +129,9 @@ class WeightSync:
                 answers.append(ray.get(call))
             except Exception as error:
                 failed[i] = error
+        refusals = [e for e in failed.values() if isinstance(getattr(e, "cause", None), ValueError)]
+        if refusals:  # of what was sent: another engine would refuse it, too
+            raise refusals[0]
         if failed:
             said = "; ".join(f"engine {i}: {reason(error)}" for i, error in failed.items())
             raise SyncError(f"{what}: {said}", failed) from next(iter(failed.values()))

@@ -104,6 +104,17 @@ def train(rollouts: Rollouts, engines: Scripted, steps: int, first: int = 1) -> 
     return trained
 
 
+def resumed(rollouts: Rollouts, version: int, *overrides: str) -> tuple[Rollouts, Scripted]:
+    """What goes on from a checkpoint of `rollouts`, in other processes."""
+    state, under_way = rollouts.flights.snapshot()
+    engines = Scripted()
+    engines.version = version
+    rollouts, _ = start(engines, *overrides, source=prompts())
+    rollouts.flights.restore(state, under_way)
+    rollouts.go_on(version)
+    return rollouts, engines
+
+
 def positions(trained: list[tuple[int, Completion]]) -> list[int]:
     return [int(c.id.split("-")[1]) for _, c in trained]
 
@@ -170,12 +181,7 @@ def test_a_resumed_run_trains_on_what_was_under_way_and_on_nothing_twice(pace: s
     rollouts.go_on(0)
     before = train(rollouts, engines, 5)
     rollouts.hold()
-    state, under_way = rollouts.flights.snapshot()
-    engines, source = Scripted(), prompts()
-    rollouts, _ = start(engines, *overrides, source=source)
-    engines.version = 5
-    rollouts.flights.restore(state, under_way)
-    rollouts.go_on(5)
+    rollouts, engines = resumed(rollouts, 5, *overrides)
     after = train(rollouts, engines, 6, first=6)
     seen = [c.id for _, c in before + after]
     assert len(seen) == len(set(seen)) == 11 * SIZE * SAMPLES
@@ -191,12 +197,7 @@ def test_what_version_0_sampled_is_not_young_after_a_resume() -> None:
     rollouts.go_on(0)
     train(rollouts, engines, 1)
     rollouts.hold()
-    state, under_way = rollouts.flights.snapshot()
-    engines, source = Scripted(), prompts()
-    rollouts, _ = start(engines, *overrides, source=source)
-    engines.version = 1
-    rollouts.flights.restore(state, under_way)
-    rollouts.go_on(1)
+    rollouts, engines = resumed(rollouts, 1, *overrides)
     after = train(rollouts, engines, 8, first=2)
     assert max(number - 1 - c.version for number, c in after) == 2
 
@@ -226,15 +227,10 @@ def test_one_step_off_resumes_with_the_very_batch_that_was_sampled() -> None:
     rollouts, _ = start(engines, "rollout.pace=one_step_off")
     rollouts.go_on(0)
     train(rollouts, engines, 3)
-    state, under_way = rollouts.flights.snapshot()
+    again, _ = resumed(rollouts, 3, "rollout.pace=one_step_off")
     assert isinstance(rollouts, OneStepOff)
     wanted = [s.completion for s in rollouts.take(Step(4, Quiet())).samples]
-    again = Scripted()
-    again.version = 3
-    resumed, _ = start(again, "rollout.pace=one_step_off", source=prompts())
-    resumed.flights.restore(state, under_way)
-    resumed.go_on(3)
-    got = [s.completion for s in resumed.take(Step(4, Quiet())).samples]
+    got = [s.completion for s in again.take(Step(4, Quiet())).samples]
     assert [(c.id, c.version, c.token_ids.tolist()) for c in got] == [
         (c.id, c.version, c.token_ids.tolist()) for c in wanted
     ]

@@ -131,7 +131,7 @@ class Engine:
         done: asyncio.Queue[tuple[Request, str, Any]] = asyncio.Queue()
         tasks = await self._admit(requests, done)
         for request in requests if tasks is None else ():
-            yield Completion(request.id, np.empty(0, np.int32), np.empty(0, np.float32), None, "abort", self.version)
+            yield Completion.not_begun(request, self.version)
         if tasks is None:
             return
         left = set(tasks)
@@ -532,7 +532,7 @@ def make_completion(
     if output.finish_reason == "abort" and routing_replay:
         rows = len(request.prompt_ids) + len(output.token_ids) - 1
         if not output.token_ids or routes is None or len(routes) < rows:
-            return Completion(request.id, np.empty(0, np.int32), np.empty(0, np.float32), None, "abort", version)
+            return Completion.not_begun(request, version)
         routes = routes[:rows]
     tokens = np.asarray(output.token_ids, np.int32)
     logp = np.asarray(

@@ -1,0 +1,83 @@
+"""Turns on shared GPUs: who makes room when. Trainer and engines are scripted; the order of the calls is the point."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from beam_rl.loop import Loop, State
+from beam_rl.turns import Turns
+
+
+class Scripted:
+    """Trainer, engines, saver and run in one: it writes down what it is asked for."""
+
+    def __init__(self, alive: bool = True) -> None:
+        self.alive, self.calls = alive, []
+
+    def put_on_gpu(self, what: str) -> int:
+        self.calls.append(f"trainer: {what}")
+        return 1
+
+    def all_alive(self) -> bool:
+        return self.alive
+
+    def each(self, method: str, *args: str) -> None:
+        self.calls.append(" ".join(("engines:", method, *args)))
+
+    def kill(self) -> None:
+        self.calls.append("engines: kill")
+
+    def save(self, *args: object) -> None:
+        self.calls.append("save")
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def latest(self) -> None: ...
+
+    def warn(self, message: str) -> None: ...
+
+    @contextlib.contextmanager
+    def phase(self, name: str):
+        yield
+
+
+def test_the_gpus_change_hands_step_by_step() -> None:
+    both = Scripted()
+    turns = Turns(both, both, shared=True)
+    turns.to_trainer()
+    with turns.to_engines():
+        both.calls.append("sync")
+    assert both.calls == [
+        "engines: sleep", "trainer: all", "engines: sleep", "trainer: weights", "engines: wake weights", "sync",
+        "trainer: nothing", "engines: wake kv_cache",
+    ]  # fmt: skip
+
+
+def test_an_engine_that_starts_anew_finds_room() -> None:
+    both = Scripted(alive=False)
+    with Turns(both, both, shared=True).to_engines():
+        pass
+    assert both.calls[:3] == ["trainer: nothing", "engines: sleep", "trainer: weights"]
+
+
+def test_nothing_moves_where_nothing_is_shared() -> None:
+    both = Scripted()
+    turns = Turns(both, both, shared=False)
+    turns.to_trainer()
+    turns.to_trainer_for_good()
+    with turns.to_engines():
+        pass
+    assert not both.calls
+
+
+def test_a_run_cut_short_while_engines_sample_does_not_wait_for_them_to_save() -> None:
+    all_of_it = Scripted()
+    loop = Loop.__new__(Loop)
+    vars(loop).update(
+        turns=Turns(all_of_it, all_of_it, shared=True), saver=all_of_it, run=all_of_it, report=all_of_it,
+        state=State(step=3), under_way=[], eval_score=None, recipe=SimpleNamespace(),
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt), loop.saved_if_cut_short():
+        raise KeyboardInterrupt
+    assert all_of_it.calls == ["engines: kill", "trainer: all", "save"]
