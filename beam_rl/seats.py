@@ -147,9 +147,16 @@ def visible_devices() -> str | None:
 
 
 def free_port(host: str) -> int:
-    """A TCP port of this machine's address `host` that nobody listens on now."""
+    """A TCP port of this machine's address `host` that nobody listens on now.
+
+    Below the ports that the system hands to whoever asks for any (32768 on, on Linux), above those of Ray's workers: it
+    stays free until it is used, which can be a minute later.
+    """
+    import random
     import socket
 
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return s.getsockname()[1]
+    choice = random.SystemRandom()  # two runs with one seed must not meet
+    while True:
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind((host, choice.randrange(20_000, 32_768)))
+            return s.getsockname()[1]

@@ -249,7 +249,7 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
 def _meeting(file: Path, rank: int) -> str:
     """Where the ranks meet: the first one chooses when it comes, the others wait to read it."""
     if rank == 0:
-        file.with_suffix(".new").write_text(f"127.0.0.1:{tiny.free_port()}")
+        file.with_suffix(".new").write_text(tiny.meeting_point())
         file.with_suffix(".new").rename(file)
     while not file.exists():
         time.sleep(0.02)

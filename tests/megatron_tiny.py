@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,6 +29,7 @@ from beam_rl.megatron.settings import TrainerSettings  # noqa: E402
 from beam_rl.megatron.trainer import Trainer  # noqa: E402
 from beam_rl.recipe.tree import Optimizer, Parallel  # noqa: E402
 from beam_rl.samples import MicroBatch  # noqa: E402
+from beam_rl.seats import LOOPBACK, free_port  # noqa: E402
 
 VOCAB, EXPERTS, TOP_K, MOE_LAYERS = 64, 16, 4, 4
 replace = dataclasses.replace
@@ -125,7 +125,7 @@ def settings(**changes: Any) -> TrainerSettings:
 def trainer(**changes: Any) -> Trainer:
     """A trainer of one rank; trainers of one process share their process group."""
     s = settings(**changes)
-    return Trainer(str(checkpoint(s.precision)), s, 0, 1, f"127.0.0.1:{free_port()}")
+    return Trainer(str(checkpoint(s.precision)), s, 0, 1, meeting_point())
 
 
 def micro_batch(lengths: Sequence[int], seed: int = 0, routes: bool = True) -> MicroBatch:
@@ -170,10 +170,9 @@ def squared_objective(inputs: LossInputs) -> TokenLoss:
     return TokenLoss(loss=torch.where(inputs.response, loss, 0.0), clipped=ratio > 1.05, kl=kl.detach())
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def meeting_point() -> str:
+    """Where ranks on this machine can meet."""
+    return f"{LOOPBACK}:{free_port(LOOPBACK)}"
 
 
 @functools.cache

@@ -217,7 +217,7 @@ def _train_bf16(rank: int, world: int, master: str, folder: Path) -> None:
 
 
 def test_the_distributed_optimizers_fp32_weights_move_to_another_layout(tmp_path: Path) -> None:
-    master = f"127.0.0.1:{tiny.free_port()}"
+    master = tiny.meeting_point()
     tiny.in_new_processes(_train_bf16, *[(rank, 2, master, tmp_path / "two") for rank in range(2)])
     alone = tiny.trainer(precision="bf16")
     alone.load(tmp_path / "two")

@@ -1,6 +1,5 @@
 """Chunked log-probabilities: value and gradient of the plain computation, in any chunks, on any number of ranks."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from beam_rl.megatron.logprobs import scaled_logits, token_logprobs
+from beam_rl.seats import free_port
 
 TOKENS, HIDDEN, VOCAB = 11, 6, 18
 BEAM_VOCAB = 151_936
@@ -233,10 +233,7 @@ def run_rank(rank: int, port: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """What each of three processes got for each case."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    torch.multiprocessing.spawn(run_rank, (port, str(folder)), nprocs=3)
+    torch.multiprocessing.spawn(run_rank, (free_port("127.0.0.1"), str(folder)), nprocs=3)
     return [torch.load(folder / str(rank)) for rank in range(3)]
 
 

@@ -167,7 +167,7 @@ def test_bridges_own_adapter_is_wrong_for_an_expert_on_several_ranks(tmp_path: P
     folder = str(lora_tiny.folder(tmp_path / "start", lora_tiny.adapter(*EXPERTS)))
     one = tiny.trainer(adapter=lora_tiny.adapter(*EXPERTS), adapter_folder=folder).score([BATCH])[0].logp
     for bridges_own, low, high in ((False, 0, 1e-5), (True, 0.1, np.inf)):
-        master = f"127.0.0.1:{tiny.free_port()}"
+        master = tiny.meeting_point()
         for logp in tiny.in_new_processes(_etp_scores, *[(rank, master, folder, bridges_own) for rank in range(2)]):
             assert low <= np.abs(logp - one).max() <= high
 

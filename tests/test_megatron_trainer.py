@@ -206,7 +206,7 @@ def update_rank(rank: int, world: int, master: str) -> tuple[dict[str, float], d
 
 
 def test_two_ranks_learn_what_one_learns() -> None:
-    master = f"127.0.0.1:{tiny.free_port()}"
+    master = tiny.meeting_point()
     (first, gradient, _), (second, other_gradient, _) = tiny.in_new_processes(
         update_rank, (0, 2, master), (1, 2, master)
     )

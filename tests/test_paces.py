@@ -11,6 +11,7 @@ from beam_rl.cluster import Cluster
 from beam_rl.run import read_metrics
 
 LAYOUT = ["trainer.parallel.dp=2", "rollout.engines=2", "trainer.deterministic=true", "checkpoint.keep_last=9"]
+LAYOUT += ["rollout.max_num_seqs=32"]  # so that responses begin and end at different times
 LARGE = ["rollout.prompts_per_step=32", "rollout.samples_per_prompt=8"]  # more than is sampled while a step trains
 TIMES = ("time/", "memory/", "rollout/tokens_per_s", "sync/seconds")
 

@@ -53,7 +53,7 @@ def side(records: list[Records]) -> Side:
 def make_pair(precision: str) -> Pair:
     settings = tiny.settings(precision=precision, numerics="engine")
     folder = str(tiny.checkpoint(precision))
-    trainer = Trainer(folder, settings, 0, 1, f"127.0.0.1:{tiny.free_port()}")
+    trainer = Trainer(folder, settings, 0, 1, tiny.meeting_point())
     reference = Reference(folder, precision, rounded_logits=True, temperature=1.0)
     for name, buffer in [*trainer.model.named_buffers(), *reference.model.named_buffers()]:
         if name.endswith(("expert_bias", "e_score_correction_bias")):

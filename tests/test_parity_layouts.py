@@ -35,7 +35,7 @@ def found_by(rank: int, jobs: list[tuple[Parallel, str]]) -> list[dict[int, Reco
 
 @pytest.fixture(scope="module")
 def ranks() -> list[list[dict[int, Records]]]:
-    jobs = [(parallel, f"127.0.0.1:{tiny.free_port()}") for parallel in LAYOUTS.values()]
+    jobs = [(parallel, tiny.meeting_point()) for parallel in LAYOUTS.values()]
     return tiny.in_new_processes(found_by, (0, jobs), (1, jobs))
 
 

@@ -103,6 +103,9 @@ class SharedGpu:
         self.trainer = what
         return self._look(f"trainer {what}")
 
+    def all_alive(self) -> bool:
+        return True
+
     def each(self, method: str, part: str = "") -> None:
         self.caches = [] if method == "sleep" else self.caches + [part] * 2
         self._look(f"engines {method} {part}".strip())
