@@ -8,8 +8,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_SILENT"] = "true"
-# Read when Ray is imported; else its workers rebuild the environment of `uv run`.
+# Both are read when Ray is imported: else its workers rebuild the environment of `uv run`, and listen to the network.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 def pytest_configure(config: pytest.Config) -> None:

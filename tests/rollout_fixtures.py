@@ -3,8 +3,6 @@
 The engines start once a session, all at the same time: importing vLLM is most of it.
 """
 
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BeamConfig, BeamForCausalLM
 
+from beam_rl.cluster import ray_session
 from beam_rl.rollout.engine import Engine, EngineInfo, EngineStartError
 from beam_rl.rollout.launch import EngineSettings
 from beam_rl.samples import Completion, Request
@@ -159,15 +158,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Ray, while the session lasts."""
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # Ray's socket paths must be short
-        ray.init(num_cpus=8, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    with ray_session("local", tmp_path_factory.mktemp("ray")):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,12 @@
 """The workarounds for vLLM are still needed, and other versions of it are refused."""
 
+import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +57,21 @@ def test_vllm_still_wants_a_gpu_for_experts_with_adapters(faults: dict[str, bool
 def test_weights_of_an_update_that_ended_half_way_still_count_in_the_next(faults: dict[str, bool]) -> None:
     """When this fails, `compat.abandon_weight_update` need not reset the layers."""
     assert faults["half_a_reload_counts_with_the_next"]
+
+
+def test_vllm_still_spawns_its_processes_on_a_cpu_and_in_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When this fails, `compat.fork_processes` can go, in whole or in part."""
+    import ray
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.utils import system_utils
+
+    assert '"VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in inspect.getsource(CpuPlatform.check_and_update_config)
+    monkeypatch.setattr(system_utils, "is_in_ray_actor", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
+    for name, value in (("RAY_ADDRESS", ""), ("VLLM_WORKER_MULTIPROC_METHOD", "fork")):
+        monkeypatch.setenv(name, value)
+    system_utils._maybe_force_spawn()
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 def test_installed_version_is_supported() -> None:

@@ -19,6 +19,7 @@ from beam_rl.checksum import SentChecksum
 from beam_rl.errors import InputError
 from beam_rl.lora import ALL_TARGETS, Adapter, adapter_modules, adapter_tensors, repeated_tensors
 from beam_rl.recipe.tree import EngineParallel
+from beam_rl.rollout.compat import STAGE_BUFFER_MADE
 from beam_rl.rollout.engine import Engine
 from beam_rl.rollout.launch import refuse_on_cpu
 from beam_rl.rollout.sync.link import Link, open_sender
@@ -169,6 +170,22 @@ def test_what_a_cpu_cannot_do_is_refused_at_the_start(parallel: EngineParallel, 
         refuse_on_cpu(parallel)
 
 
+def test_core_and_workers_are_forked_not_started_anew(fleet: Fleet) -> None:
+    def at_start(pid: int) -> bytes:
+        """The environment that the process's program was started with; a fork keeps its parent's."""
+        return Path(f"/proc/{pid}/environ").read_bytes()
+
+    core = psutil.Process(fleet.staged.info.child_pids[0])
+    workers = [p for p in core.children() if not any("resource_tracker" in part for part in p.cmdline())]
+    assert len(workers) == STAGED.workers
+    assert {at_start(p.pid) for p in (core, *workers)} == {at_start(fleet.staged.info.pid)}
+
+
+def test_vllm_still_makes_no_input_buffer_for_a_later_stage(fleet: Fleet) -> None:
+    """When this fails, `compat.make_stage_buffer` can go."""
+    assert Path(fleet.staged.info.log).read_text().count(STAGE_BUFFER_MADE) == STAGED.tp
+
+
 def test_parity_looks_into_one_worker_only(fleet: Fleet) -> None:
     with pytest.raises(InputError, match=r"rollout.parallel: parity .* use tp, pp and dp = 1"):
         fleet.split.call("probe", [3, 4, 5, 6], None, 1.0)
@@ -181,7 +198,7 @@ def test_nothing_listens_beyond_loopback(fleet: Fleet) -> None:
         listening = [
             c for p in (core, *core.children(recursive=True)) for c in p.net_connections("inet") if c.status == "LISTEN"
         ]
-        assert all(c.laddr.ip == "127.0.0.1" for c in listening)
+        assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
 def test_workers_go_with_a_killed_core(fleet: Fleet) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 SUPPORTED = ("0.32", "0.33")
 ARCHITECTURE = "BeamForCausalLM"
+STAGE_BUFFER_MADE = "beam-rl: made a pipeline stage's input buffer"  # in the engine's log
 
 
 def installed() -> tuple[str, str]:
@@ -86,16 +87,19 @@ def own_layers(runner: Any) -> range:
     return range(model.start_layer, model.end_layer)
 
 
-def fork_workers() -> None:
-    """Lets a CPU engine's core fork its workers, which then have vLLM imported already.
+def fork_processes() -> None:
+    """Lets a CPU engine fork its core, and the core its workers: they have vLLM imported already, 10 s of work each.
 
-    vLLM (0.32) spawns them on a CPU, to bind each one's threads to cores before they are made; nothing is bound here. It
-    forks them on a GPU. Where vLLM is started inside a Ray actor, the core itself is spawned all the same.
+    vLLM (0.32) spawns workers on a CPU, to bind each one's threads to cores before they are made; nothing is bound here.
+    It spawns the core inside a Ray actor, for those cores that use Ray themselves (`_maybe_force_spawn`); ours do not.
+    Comes after the configuration is made, which sets the method again.
     """
     from vllm.platforms import current_platform
+    from vllm.utils import system_utils
 
     if current_platform.is_cpu():
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        system_utils.is_in_ray_actor = lambda: False
 
 
 def make_stage_buffer(runner: Any) -> None:
@@ -108,6 +112,7 @@ def make_stage_buffer(runner: Any) -> None:
 
     if get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
         return
+    print(STAGE_BUFFER_MADE, flush=True)
     runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )

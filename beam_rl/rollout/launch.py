@@ -82,8 +82,10 @@ def launch(settings: EngineSettings) -> Any:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            config = AsyncEngineArgs(**engine_args(settings)).create_engine_config()
+            compat.fork_processes()
             # Into no variable: an exception that an import of these keeps holds on to this frame, and so to the engine.
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)))
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     finally:
         for handler in logging.getLogger("vllm").handlers:
             if isinstance(handler, logging.StreamHandler):
@@ -107,7 +109,6 @@ def engine_args(settings: EngineSettings) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # sampling follows the request alone, not the checkpoint's defaults
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
-        "disable_log_stats": True,
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "worker_extension_cls": "beam_rl.rollout.extension.Extension",
         "load_format": "dummy" if settings.random_weights else "auto",

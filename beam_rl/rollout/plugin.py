@@ -22,7 +22,6 @@ def register() -> None:
     else:
         from beam_rl.rollout.model import BeamForCausalLM as Beam
     ModelRegistry.register_model(compat.ARCHITECTURE, Beam)
-    compat.fork_workers()
     compat.size_adapter_slots(slot_rank)
     compat.repair_adapter_linear()
     compat.register_transfer_engine(TRANSFER_BACKEND, "beam_rl.rollout.sync.vllm_receiver", "WeightReceiver")
