@@ -151,7 +151,9 @@ class Receiver:
     def receive_plain(self, key: str, slot: int, nbytes: int, copies: bool) -> None:
         import torch
 
-        data = self.ends[key].end.receive(slot, nbytes, DEADLINE_S)
+        end = self.ends[key].end
+        end.start(slot, nbytes)
+        data = end.wait(DEADLINE_S)
         if copies:
             self.own.setdefault(nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self.device)).copy_(data)
         if self.device.type == "cuda":

@@ -41,6 +41,7 @@ class Bucket:
     number: int
     entries: tuple[Entry, ...]
     nbytes: int
+    last: bool  # of its update
 
     @property
     def payload_bytes(self) -> int:
@@ -66,7 +67,7 @@ def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor], check
         while start < tensor.nbytes or not start:
             rest = tensor.nbytes - start
             if buffer is not None and rest > len(buffer) - end:
-                yield Bucket(number, tuple(entries), end)
+                yield Bucket(number, tuple(entries), end, last=False)
                 number, end, entries, buffer = number + 1, 0, [], None
             if buffer is None:
                 buffer = next(buffers)
@@ -80,7 +81,7 @@ def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor], check
                 break
         del tensor
     if entries:
-        yield Bucket(number, tuple(entries), end)
+        yield Bucket(number, tuple(entries), end, last=True)
 
 
 def _copy(tensor: Tensor, start: int, into: Tensor, with_checksum: bool) -> int | None:
@@ -128,10 +129,15 @@ class Assembler:
 
 def to_metadata(bucket: Bucket) -> dict[str, Any]:
     """What a receiver needs to know of a bucket, in plain values."""
-    return {"number": bucket.number, "nbytes": bucket.nbytes, "entries": [asdict(entry) for entry in bucket.entries]}
+    return {
+        "number": bucket.number,
+        "nbytes": bucket.nbytes,
+        "last": bucket.last,
+        "entries": [asdict(entry) for entry in bucket.entries],
+    }
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> Bucket:
     """The bucket that `to_metadata` described."""
     entries = tuple(Entry(**entry) for entry in metadata["entries"])
-    return Bucket(metadata["number"], entries, metadata["nbytes"])
+    return Bucket(metadata["number"], entries, metadata["nbytes"], metadata["last"])

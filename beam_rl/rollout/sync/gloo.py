@@ -57,7 +57,7 @@ def pair(store: dist.Store, host: str, worker: int, side: int, deadline_s: float
 
 
 def broadcast(group: Any, data: Tensor, deadline_s: float) -> Any:
-    """Starts a broadcast from side 0; `wait` of what it returns raises RuntimeError after `deadline_s` at most."""
+    """Starts a broadcast from side 0; `wait` of what it returns raises RuntimeError `deadline_s` from now at most."""
     options = dist.BroadcastOptions()
     options.rootRank, options.timeout = 0, timedelta(seconds=deadline_s)
     return group.broadcast([data], options)
@@ -112,19 +112,28 @@ def _outlive(pairs: list[Any], works: list[list[Any]]) -> None:
 class GlooReceiver:
     """A worker's end; `local_host` is this machine's address towards the sender."""
 
+    own_buffers = True
+
     def __init__(self, join: dict[str, Any], worker: int, local_host: str) -> None:
         self.store: Any = join_store(join)
         self.store.set(f"joined/{worker}", "")
         self.group: Any = pair(self.store, local_host, worker, 1, join["deadline_s"])
-        self.buffer = torch.empty(join["bucket_bytes"], dtype=torch.uint8)
+        self.deadline_s = join["deadline_s"]
+        self.buffers = [torch.empty(join["bucket_bytes"], dtype=torch.uint8) for _ in range(2)]
 
-    def receive(self, slot: int, nbytes: int, deadline_s: float) -> Tensor:
-        data = self.buffer[:nbytes]
+    def start(self, slot: int, nbytes: int) -> None:
+        self.data = self.buffers[slot][:nbytes]
         try:
-            broadcast(self.group, data, deadline_s).wait()
+            self.work: Any = broadcast(self.group, self.data, self.deadline_s)
+        except RuntimeError as error:
+            raise SyncError(f"nothing can come from the trainer: {error}") from error
+
+    def wait(self, deadline_s: float) -> Tensor:
+        try:
+            self.work.wait()
         except RuntimeError as error:
             raise SyncError(f"nothing came from the trainer: {error}") from error
-        return data
+        return self.data
 
     def close(self) -> None:
         self.group = self.store = None

@@ -44,11 +44,16 @@ class IpcSender:
 class IpcReceiver:
     """A worker's view of the sender's buffers."""
 
+    own_buffers = False
+
     def __init__(self, join: dict[str, Any], worker: int, device: torch.device) -> None:
         self.buffers = [_map(handle, join["bucket_bytes"], device) for handle in join["handles"][worker]]
 
-    def receive(self, slot: int, nbytes: int, deadline_s: float) -> Tensor:
-        return self.buffers[slot][:nbytes]
+    def start(self, slot: int, nbytes: int) -> None:
+        self.data = self.buffers[slot][:nbytes]
+
+    def wait(self, deadline_s: float) -> Tensor:
+        return self.data
 
     def close(self) -> None:
         self.buffers = []

@@ -21,7 +21,8 @@ from beam_rl.errors import InputError
 from beam_rl.rollout.sync.gloo import is_set, join_store, open_store
 from beam_rl.rollout.sync.transport import BROKE_OFF, SyncError
 
-POLL_S = 2e-4  # between looks at a transfer
+SPIN_S = 0.02  # a bucket's own time, in which a look at the transfer follows the other: a sleep would be a tenth of it
+POLL_S = 2e-4  # between looks at a transfer that takes longer
 WATCH_S = 0.05  # between looks at the store, whether it was given up
 SIOCGIFADDR = 0x8915  # Linux: an interface's address
 
@@ -78,28 +79,33 @@ class NcclSender:
 class NcclReceiver:
     """A worker's end; `local_host` is this machine's address towards the sender."""
 
+    own_buffers = True
+
     def __init__(self, join: dict[str, Any], worker: int, local_host: str, device: torch.device) -> None:
         listen_at(local_host)
         self.store: Any = join_store(join)
         self.store.set(f"joined/{worker}", "")
-        self.buffer = torch.empty(join["bucket_bytes"], dtype=torch.uint8, device=device)
+        self.buffers = [torch.empty(join["bucket_bytes"], dtype=torch.uint8, device=device) for _ in range(2)]
         self.stream = torch.cuda.Stream(device)
         self.comm: Any = communicator(join["id"], worker + 1, join["size"], device, join["deadline_s"])
 
-    def receive(self, slot: int, nbytes: int, deadline_s: float) -> Tensor:
-        data = self.buffer[:nbytes]
-        self.comm.broadcast(data, 0, stream=self.stream)
-        done, start = self.stream.record_event(), time.monotonic()
-        watched = start
-        while not done.query():
+    def start(self, slot: int, nbytes: int) -> None:
+        self.data = self.buffers[slot][:nbytes]
+        self.comm.broadcast(self.data, 0, stream=self.stream)
+        self.done = self.stream.record_event()
+
+    def wait(self, deadline_s: float) -> Tensor:
+        start = watched = time.monotonic()
+        while not self.done.query():
             now = time.monotonic()
             if now - start > deadline_s:
                 raise self._broken(f"nothing came within {deadline_s:g} s")
             if now - watched > WATCH_S:
                 watched = now
                 self._watch()
-            time.sleep(POLL_S)
-        return data
+            if now - start > SPIN_S:
+                time.sleep(POLL_S)
+        return self.data
 
     def close(self) -> None:
         if self.comm is not None:

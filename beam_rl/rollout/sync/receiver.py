@@ -1,6 +1,7 @@
 """A worker's part of a weight sync, whatever the transport: receives buckets in their order and checks them.
 
-What it hands out owns its memory: when a bucket has been read, its buffer may change. Knows nothing about Ray or vLLM.
+What it hands out owns its memory: when a bucket has been read, its buffer may change. Where the transport brings buckets
+into buffers of this side's own, one is unpacked while the next is on its way. Knows nothing about Ray or vLLM.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,13 +10,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from beam_rl.rollout.sync.bucket import Assembler, from_metadata
+from beam_rl.rollout.sync.bucket import Assembler, Bucket, from_metadata
 from beam_rl.rollout.sync.transport import SyncError
 
 
 class ReceiverEnd(Protocol):
-    def receive(self, slot: int, nbytes: int, deadline_s: float) -> Tensor:
-        """(nbytes,) uint8 of a bucket, valid until it is acknowledged. SyncError if it doesn't come."""
+    own_buffers: bool  # a bucket's bytes stay valid until the next but one is started; else until it is acknowledged
+
+    def start(self, slot: int, nbytes: int) -> None:
+        """Begins to take a bucket; does not wait for it."""
+
+    def wait(self, deadline_s: float) -> Tensor:
+        """(nbytes,) uint8 of the bucket that was started. SyncError if it doesn't come."""
 
     def close(self) -> None:
         """Gives back what this end holds."""
@@ -31,18 +37,33 @@ class BucketReceiver:
         """Forgets what is left of an update before. The tensors of this one come out on `device`."""
         self.expected, self.device = 0, device
         self.assembler = Assembler(device)
+        self.arrived: tuple[Bucket, Tensor] | None = None  # not unpacked yet
 
     def receive(self, metadata: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that a bucket completes. `metadata` is what the sender announced."""
+        """Tensors that have come whole, at the update's last bucket all that are left.
+
+        Args:
+            metadata: what the sender announced.
+        """
         bucket = from_metadata(metadata)
         if bucket.number != self.expected:
             raise SyncError(f"weight bucket {bucket.number} came in the place of {self.expected}")
-        data = self.end.receive(metadata["slot"], bucket.nbytes, metadata["deadline_s"])
+        self.expected += 1
+        self.end.start(metadata["slot"], bucket.nbytes)
+        yield from self._unpack()
+        self.arrived = bucket, self.end.wait(metadata["deadline_s"])
+        if bucket.last or not self.end.own_buffers:
+            yield from self._unpack()
+
+    def _unpack(self) -> Iterator[tuple[str, Tensor]]:
+        """What the bucket that has arrived completes."""
+        if self.arrived is None:
+            return
+        (bucket, data), self.arrived = self.arrived, None
         yield from self.assembler.tensors(bucket, data)
         for device in (data.device, self.device):
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # the copies out of the buffer
-        self.expected += 1
 
     def close(self) -> None:
         self.end.close()

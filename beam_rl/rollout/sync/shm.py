@@ -51,12 +51,17 @@ class ShmSender:
 class ShmReceiver:
     """A worker's view of the sender's buffers; it can't write to them."""
 
+    own_buffers = False
+
     def __init__(self, join: dict[str, Any], device: torch.device) -> None:
         self.buffers = [_map(join["pid"], *segment) for segment in join["segments"]]
         self.pinned = [b for b in self.buffers if device.type == "cuda" and _pin(b, READ_ONLY)]
 
-    def receive(self, slot: int, nbytes: int, deadline_s: float) -> Tensor:
-        return self.buffers[slot][:nbytes]
+    def start(self, slot: int, nbytes: int) -> None:
+        self.data = self.buffers[slot][:nbytes]
+
+    def wait(self, deadline_s: float) -> Tensor:
+        return self.data
 
     def close(self) -> None:
         _unpin(self.pinned)
