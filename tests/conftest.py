@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,17 @@ def tiny_folder() -> Path:
     from beam_rl.tiny import cached_tiny
 
     return cached_tiny(0)
+
+
+@pytest.fixture(scope="session")
+def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One Ray for all tests of this process; its address is for commands that need not start one of their own."""
+    from beam_rl.cluster import ray_session
+
+    with ray_session("local", tmp_path_factory.mktemp("ray")):
+        import ray
+
+        yield ray.get_runtime_context().gcs_address
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

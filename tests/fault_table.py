@@ -31,6 +31,7 @@ SMALL = [
     "trainer.parallel.dp=2",
     "trainer.deterministic=true",
     "trainer.collective_timeout_s=60",
+    "sync.deadline_s=50",
     "rollout.prompts_per_step=8",
     "data.train.limit=20",  # an epoch ends in the middle of a step
     "checkpoint.every=1",

@@ -3,7 +3,6 @@
 The engines start once a session, all at the same time: importing vLLM is most of it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BeamConfig, BeamForCausalLM
 
-from beam_rl.cluster import ray_session
 from beam_rl.rollout.engine import Engine, EngineInfo, EngineStartError
 from beam_rl.rollout.launch import EngineSettings
 from beam_rl.samples import Completion, Request
@@ -158,14 +156,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Ray, while the session lasts."""
-    with ray_session("local", tmp_path_factory.mktemp("ray")):
-        yield
-
-
-@pytest.fixture(scope="session")
-def engines(cluster: None, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Engines:
+def engines(ray_here: str, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Engines:
     logs = tmp_path_factory.mktemp("logs")
     old, bf16 = checkpoints["old"], checkpoints["bf16"]
     file, whole = bf16 / "model.safetensors", load_file(bf16 / "model.safetensors")

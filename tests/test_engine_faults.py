@@ -10,7 +10,9 @@ ROUTER = "model.layers.4.mlp.gate.weight"
 
 
 @pytest.mark.timeout(400)
-def test_engines_killed_while_sampling_and_in_a_sync_cost_time_alone(tiny_folder: Path, tmp_path: Path) -> None:
+def test_engines_killed_while_sampling_and_in_a_sync_cost_time_alone(
+    ray_here: str, tiny_folder: Path, tmp_path: Path
+) -> None:
     overrides = [f"model.path={tiny_folder}", "rollout.engines=2", "rollout.pace=asynchronous"]
     with live_cluster(tmp_path / "logs", *overrides) as cluster, on(cluster, tmp_path / "run", *overrides) as live:
         engines = live.loop.engines

@@ -1,7 +1,6 @@
 """What happens when a rank of the trainer dies, hangs or can't save: real processes, killed and stopped."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from crew import all_gone, crew, ranks, wait_for
 
-from beam_rl.cluster import ray_session
 from beam_rl.recipe.tree import Checkpoint
 from beam_rl.run import Run, SaveError, checkpoints
 from beam_rl.saver import Saver
@@ -21,10 +19,8 @@ RECIPE = {"checkpoint": {"keep_last": 5, "keep_best": False}}
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    logs = tmp_path_factory.mktemp("logs")
-    with ray_session("local", logs):
-        yield logs
+def session(ray_here: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -48,7 +44,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_saving_beside_the_training_and_a_rank_that_hangs(session: Path, tiny_folder: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    with crew(tiny_folder, session, [f"trainer.collective_timeout_s={LIMIT_S}"]) as policy:
+    with crew(tiny_folder, session, [f"trainer.collective_timeout_s={LIMIT_S}", "sync.deadline_s=3"]) as policy:
         with Run.open(tmp_path / "run", RECIPE) as run:
             saver = Saver(run, policy, Checkpoint(), False, said.append)
             policy.save(tmp_path / "first")

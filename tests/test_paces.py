@@ -17,7 +17,9 @@ TIMES = ("time/", "memory/", "rollout/tokens_per_s", "sync/seconds")
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, list[str], Path]]:
+def cluster(
+    ray_here: str, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, list[str], Path]]:
     """With the overrides that it was started with, and a checkpoint of the weights that it started from."""
     overrides, folder = [f"model.path={tiny_folder}", *LAYOUT], tmp_path_factory.mktemp("paces")
     with live_cluster(folder / "logs", *overrides) as cluster:

@@ -10,8 +10,10 @@ def test_wrong_input_ends_with_2() -> None:
     assert "parity.prompts = 0" in refused("parity", TINY, "parity.prompts=0")
 
 
-def test_three_sides_agree_to_fp32_rounding_and_a_bound_below_that_ends_with_1(tiny_folder) -> None:
-    done = beam_rl("parity", TINY, "--json", "parity.prompts=3", "parity.sublayer_bound=1e-9")
+def test_three_sides_agree_to_fp32_rounding_and_a_bound_below_that_ends_with_1(ray_here, tiny_folder) -> None:
+    done = beam_rl(
+        "parity", TINY, "--json", "parity.prompts=3", "parity.sublayer_bound=1e-9", f"cluster.address={ray_here}"
+    )
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     assert set(found) == {"pairs", "route_agreement", "first_departure", "within_bounds"}

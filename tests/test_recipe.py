@@ -104,3 +104,9 @@ def _reads(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
         return [node.slice.value]
     return []
+
+
+def test_ranks_wait_longer_for_each_other_than_the_first_one_for_an_engine() -> None:
+    load(TINY, ["trainer.collective_timeout_s=300"])
+    with pytest.raises(RecipeError, match=r"collective_timeout_s = 300: .*sync\.deadline_s = 300 s .* at least 360"):
+        load(TINY, ["trainer.parallel.dp=2", "trainer.collective_timeout_s=300"])

@@ -8,7 +8,6 @@ import ray
 import torch
 from rollout_fixtures import make_checkpoint
 
-from beam_rl.cluster import ray_session
 from beam_rl.engines import Engines
 from beam_rl.loop import parity_metrics
 from beam_rl.policy import Policy, Scores
@@ -27,14 +26,13 @@ def near_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scores(near_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Scores, Scores]:
+def scores(ray_here: str, near_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Scores, Scores]:
     """The trainer's view of 128 sampled responses: replaying the engine's routes, and routing freely."""
     recipe = load(TINY, ["trainer.precision=bf16"])
     logs = tmp_path_factory.mktemp("logs")
     prompts = [Prompt(i, i, [1, 3 + i % 10, 13 + i % 20, 17, 32, 22, 20, 33], "5") for i in range(16)]
     groups = [[Request(f"{p.position}-{k}", p.token_ids, k, 16, 1.0) for k in range(8)] for p in prompts]
     with (
-        ray_session("local", logs),
         Policy(recipe, near_tied, logs) as policy,
         Engines(recipe, near_tied, logs) as engines,
     ):

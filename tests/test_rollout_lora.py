@@ -79,7 +79,7 @@ def references(
 
 
 @pytest.fixture(scope="module")
-def engine(cluster: None, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+def engine(ray_here: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     class TestEngine(Engine):  # Ray's workers can't import this file: a class in a function travels by value
         async def _add(self, request: Request) -> Any:
             """The checkpoint alone for requests whose name says so, in one batch with the adapter's."""

@@ -52,7 +52,7 @@ def config(weights: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def fleet(cluster: None, weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(ray_here: str, weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     logs, old = tmp_path_factory.mktemp("parallel_logs"), weights["old"]
     asked = {
         "split": settings(old, "fp32", "split", logs, parallel=SPLIT, adapter=ADAPTER),

@@ -177,11 +177,10 @@ def test_the_export_has_the_checkpoints_names_and_types_and_a_trained_router(exp
 
 
 def test_the_export_gives_the_trainers_log_probabilities_in_a_fresh_vllm_and_in_transformers(
-    whole, exported, tiny_folder, tmp_path
+    ray_here, whole, exported, tiny_folder, tmp_path
 ):
     import ray
 
-    from beam_rl.cluster import ray_session
     from beam_rl.engines import Engines
     from beam_rl.policy import Policy
     from beam_rl.recipe.load import load
@@ -192,7 +191,6 @@ def test_the_export_gives_the_trainers_log_probabilities_in_a_fresh_vllm_and_in_
     prompt = Prompt(0, 0, [1, 12, 17, 32, 22, 20, 28, 33], "5")
     requests = [Request(f"r{i}", prompt.token_ids, i, 16, 1.0) for i in range(32)]
     with (
-        ray_session("local", tmp_path),
         Policy(recipe, tiny_folder, tmp_path) as policy,
         Engines(recipe, exported, tmp_path) as engines,
     ):
@@ -253,9 +251,10 @@ def test_a_run_that_is_killed_leaves_no_process(folder):
     assert not left_behind(folder / "killed", 30, but=["ray::DashboardAgent", "ray::RuntimeEnvAgent"])
 
 
-def test_two_ranks_two_engines_and_the_switches_together(tiny_folder, folder):
-    """Data parallelism, BF16, several engines, KL, importance correction and dynamic sampling in one run."""
+def test_two_ranks_two_engines_and_the_switches_together(ray_here, tiny_folder, folder):
+    """Data parallelism, BF16, several engines, KL, importance correction, dynamic sampling; in a Ray that was there."""
     switches = [
+        f"cluster.address={ray_here}",
         f"model.path={tiny_folder}",
         "trainer.parallel.dp=2",
         "rollout.engines=2",

@@ -5,6 +5,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -30,7 +31,12 @@ OVERRIDES = [
     "logging.samples_per_step=1000",
     "logging.wandb=disabled",
 ]
-run = partial(runs.run, TINY, OVERRIDES)
+Run = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def run(ray_here: str) -> Run:
+    return partial(runs.run, TINY, [*OVERRIDES, f"cluster.address={ray_here}"])
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,7 @@ def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Path:
+def whole(run: Run, folder: Path) -> Path:
     run(folder / "whole")
     return folder / "whole"
 
@@ -67,7 +73,7 @@ def test_a_sync_sends_the_adapter_and_not_a_byte_more(whole, tiny_folder):
     assert [row["sync/version"] for row in metrics(whole)] == [0, 1, 2, 3]
 
 
-def test_a_resumed_run_goes_on_as_the_whole_one_did(whole, folder):
+def test_a_resumed_run_goes_on_as_the_whole_one_did(run, whole, folder):
     run(folder / "resumed", "--resume", str(whole / "checkpoints" / "step_2"))
     assert samples(folder / "resumed", 3) == samples(whole, 3)
     there, here = metrics(whole)[-1], metrics(folder / "resumed")[-1]
@@ -76,7 +82,7 @@ def test_a_resumed_run_goes_on_as_the_whole_one_did(whole, folder):
             assert here[name] == there[name], name
 
 
-def test_bf16_two_ranks_and_a_kl_term_from_an_adapter_on(whole, tiny_folder, folder):
+def test_bf16_two_ranks_and_a_kl_term_from_an_adapter_on(run, whole, tiny_folder, folder):
     """The published bar for BF16 with LoRA and replay is a mean |Δlogp| of 0.008."""
     run(
         folder / "bf16",
@@ -92,7 +98,7 @@ def test_bf16_two_ranks_and_a_kl_term_from_an_adapter_on(whole, tiny_folder, fol
         assert row["loss/kl"] > 1e-6, "the reference is the model without the adapter"
 
 
-def test_an_adapter_of_another_base_is_refused_before_anything_starts(whole, tiny_folder, folder):
+def test_an_adapter_of_another_base_is_refused_before_anything_starts(run, whole, tiny_folder, folder):
     other = shutil.copytree(tiny_folder, folder / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"note": "another model"}))
@@ -120,11 +126,10 @@ def drawn(exported: Path, tiny_folder: Path, folder: Path) -> list[tuple[list[in
 
 
 @pytest.fixture(scope="module")
-def trained(whole: Path, tiny_folder: Path, drawn: list, folder: Path) -> np.ndarray:
+def trained(ray_here: str, whole: Path, tiny_folder: Path, drawn: list, folder: Path) -> np.ndarray:
     """The trainer's log-probabilities of the drawn responses, from the last checkpoint."""
     import ray
 
-    from beam_rl.cluster import ray_session
     from beam_rl.policy import Policy
     from beam_rl.samples import Completion, Prompt, Sample
 
@@ -136,7 +141,7 @@ def trained(whole: Path, tiny_folder: Path, drawn: list, folder: Path) -> np.nda
         )
         for i, (prompt, response, logp) in enumerate(drawn)
     ]
-    with ray_session("local", folder / "logs"), Policy(recipe, tiny_folder, folder / "logs") as policy:
+    with Policy(recipe, tiny_folder, folder / "logs") as policy:
         ray.get(policy.starting)
         policy.load(whole / "checkpoints" / "step_3")
         scores = policy.score([drawn_samples])

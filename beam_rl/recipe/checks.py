@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from beam_rl.recipe.tree import Recipe
 
 LOWEST_TEMPERATURE = 0.01  # of vLLM, above greedy
+PATIENCE = 1.2  # of the ranks that wait while the first one waits for an engine, in units of the engine's own time
 
 
 def check(recipe: "Recipe") -> None:
@@ -22,6 +23,7 @@ def check(recipe: "Recipe") -> None:
         *_sampling(recipe),
         *_placement(recipe),
         *_batch(recipe),
+        *_times(recipe),
         *_algorithm(recipe),
         *_evaluation(recipe),
     ):
@@ -104,6 +106,15 @@ def _batch(recipe: "Recipe") -> Iterator[str]:
         yield (
             f"trainer.token_budget = {t.token_budget}: the longest sample has data.max_prompt_tokens + "
             f"rollout.max_response_tokens = {longest} tokens and must fit in one micro-batch; use at least {longest}"
+        )
+
+
+def _times(recipe: "Recipe") -> Iterator[str]:
+    limit, deadline = recipe.trainer.collective_timeout_s, recipe.sync.deadline_s
+    if recipe.trainer.parallel.ranks > 1 and limit < PATIENCE * deadline:
+        yield (
+            f"trainer.collective_timeout_s = {limit:g}: while the first rank waits sync.deadline_s = {deadline:g} s for an "
+            f"engine that hangs, the others wait for it; use at least {PATIENCE * deadline:g}, or lower sync.deadline_s"
         )
 
 
