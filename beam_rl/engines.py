@@ -20,7 +20,7 @@ from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Recipe
 from beam_rl.rollout.sync.transport import reason
 from beam_rl.samples import Completion, Request
-from beam_rl.seats import Seats, unreserved
+from beam_rl.seats import Seat, Seats, own_address, unreserved
 
 POLL_S = 0.2
 STOP_S = 5.0
@@ -36,6 +36,7 @@ class Slot:
     """An engine's place and who fills it now."""
 
     index: int
+    seat: Seat
     actor: Any
     starting: Any  # the unfinished call of its start
     state: Literal["starting", "fresh", "serving"] = "starting"  # fresh: it has started, without the version to serve
@@ -71,7 +72,7 @@ class Engines:
     def __enter__(self) -> "Engines":
         self.seats = self.seats or unreserved(self.recipe)
         threading.Thread(target=self._loop.run_forever, name="engines", daemon=True).start()
-        self.slots = [Slot(i, *self._new(i)) for i in range(self.recipe.rollout.engines)]
+        self.slots = [Slot(i, seat, *self._new(i, seat)) for i, seat in enumerate(self.seats.engines)]
         self.submit(self._watch())
         return self
 
@@ -252,7 +253,10 @@ class Engines:
         for slot in self.slots:
             if slot.state != "starting":
                 continue
-            if ray.wait([slot.starting], timeout=0)[0]:
+            if slot.seat.lost:  # noticed after the engine's own death
+                ray.kill(slot.actor)
+                self._start_anew(slot)
+            elif ray.wait([slot.starting], timeout=0)[0]:
                 try:
                     ray.get(slot.starting)
                     slot.state = "fresh"
@@ -311,7 +315,12 @@ class Engines:
             raise self._over from error
         self.counters.restarts += 1
         self.counters.causes.append(slot.last_error)
-        slot.actor, slot.starting = self._new(slot.index)
+        self._start_anew(slot)
+
+    def _start_anew(self, slot: Slot) -> None:
+        if slot.seat.lost:
+            slot.seat = slot.seat.elsewhere()
+        slot.actor, slot.starting = self._new(slot.index, slot.seat)
         slot.since = time.monotonic()
 
     async def _ask(self, slot: Slot, method: str, *args: Any) -> None:
@@ -397,22 +406,22 @@ class Engines:
     def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _new(self, index: int) -> tuple[Any, Any]:
+    def _new(self, index: int, seat: Seat) -> tuple[Any, Any]:
         """An engine's actor and the unfinished call of its start."""
         import ray
 
         from beam_rl.rollout.engine import Engine
 
-        assert self.seats is not None
-        actor: Any = ray.remote(Engine).options(max_concurrency=10_000, **self.seats.engines[index].options)
-        actor = actor.remote(self._settings(index))
-        return actor, actor.start.remote()
+        actor: Any = ray.remote(Engine).options(max_concurrency=10_000, **seat.options)
+        actor = actor.remote(self._settings(index, seat))
+        host = () if seat.host else (actor.__ray_call__.remote(lambda _: own_address()),)
+        return actor, actor.start.remote(*host)
 
-    def _settings(self, index: int) -> Any:
+    def _settings(self, index: int, seat: Seat) -> Any:
         from beam_rl.rollout.launch import EngineSettings
 
         assert self.seats is not None
-        r, seat = self.recipe.rollout, self.seats.engines[index]
+        r = self.recipe.rollout
         return EngineSettings(
             model=str(self.model_path),
             dtype=self.recipe.trainer.precision,

@@ -1,7 +1,8 @@
 """A run's place in Ray: one placement group, reserved before anything starts, and a seat in it for every actor.
 
-An actor that is started anew gets the same seat. Where trainer and engine share GPUs, Ray counts them for the ranks alone:
-it hands a fraction of one GPU to an actor, never fractions of several. The engine is put beside them and told its devices.
+An actor that is started anew gets the same seat, or, when its node is lost, any that Ray has. Where trainer and engine
+share GPUs, Ray counts them for the ranks alone: it hands a fraction of one GPU to an actor, never fractions of several. The
+engine is put beside them and told its devices.
 Knows nothing about what the actors do.
 """
 
@@ -25,6 +26,16 @@ class Seat:
     options: dict[str, Any] = field(default_factory=dict)  # of `ray.remote`
     host: str = LOOPBACK  # its node's address for the others
     devices: str | None = None  # CUDA_VISIBLE_DEVICES; None: those that Ray hands to it
+    node: str | None = None  # its id; None: Ray chooses
+
+    @property
+    def lost(self) -> bool:
+        """Whether its node has gone."""
+        return self.node is not None and self.node not in {node["NodeID"] for node in _alive()}
+
+    def elsewhere(self) -> "Seat":
+        """As much of any node that has it, now or later; its address is known when the actor is there."""
+        return Seat({key: self.options[key] for key in ("num_cpus", "num_gpus")}, host="")
 
 
 @dataclass(frozen=True)
@@ -71,8 +82,7 @@ def reserved(recipe: Recipe) -> Iterator[Seats]:
     )
     try:
         _wait(group, recipe.cluster.start_timeout_s)
-        hosts = [node["NodeManagerAddress"] for node in nodes] if len(nodes) > 1 else [LOOPBACK]
-        yield _seats(group, shelves, unit, hosts)
+        yield _seats(group, shelves, unit, nodes)
     finally:
         remove_placement_group(group)
 
@@ -105,17 +115,27 @@ def _wait(group: Any, timeout_s: float) -> None:
         ) from None
 
 
-def _seats(group: Any, shelves: Sequence[Shelf], unit: str, hosts: Sequence[str]) -> Seats:
+def _seats(group: Any, shelves: Sequence[Shelf], unit: str, nodes: Sequence[dict[str, Any]]) -> Seats:
     shared = unit == "GPU" and any(shelf.ranks and shelf.engine is not None for shelf in shelves)
     devices = _devices(group, shelves) if shared else [None] * len(shelves)
     ranks, engines = {}, {}
     for i, shelf in enumerate(shelves):
+        node = nodes[shelf.node]
+        host = node["NodeManagerAddress"] if len(nodes) > 1 else LOOPBACK
         for rank in shelf.ranks:
-            ranks[rank] = Seat(_options(group, i, unit, 1), hosts[shelf.node])
+            ranks[rank] = Seat(_options(group, i, unit, 1), host, node=node["NodeID"])
         if shelf.engine is not None:
             own = 0 if shelf.ranks or shared else shelf.gpus
-            engines[shelf.engine] = Seat(_options(group, i, unit, own), hosts[shelf.node], devices[i])
+            engines[shelf.engine] = Seat(_options(group, i, unit, own), host, devices[i], node["NodeID"])
     return Seats(_in_order(ranks), _in_order(engines), shared)
+
+
+def own_address() -> str:
+    """Of the node that this process is an actor on, for the others."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    return next(node["NodeManagerAddress"] for node in _alive() if node["NodeID"] == here)
 
 
 def _in_order(seats: dict[int, Seat]) -> tuple[Seat, ...]:

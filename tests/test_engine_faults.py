@@ -1,5 +1,8 @@
 """Engines killed in the middle of a run: replaced, given the weights of now, their prompts asked for again."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,3 +33,16 @@ def test_engines_killed_while_sampling_and_in_a_sync_cost_time_alone(
         np.testing.assert_array_equal(*weights)
         live.loop.check_engines()
         assert [s.restarts for s in engines.slots] == [1, 1] and engines.version == live.loop.state.step
+
+
+@pytest.mark.timeout(400)
+def test_an_engine_whose_node_is_lost_starts_on_another_one(tiny_folder: Path, tmp_path: Path) -> None:
+    program = Path(__file__).with_name("node_loss.py")
+    command = [sys.executable, program, tiny_folder, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=390)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["before"] == ["127.0.0.1", "127.0.0.2"]
+    assert found["alone"] == [0], "the run went on with the engine of the other node"
+    assert found["after"] == ["127.0.0.1", "127.0.0.3"]
+    assert found["restarts"][0] == 0 < found["restarts"][1] and found["equal"]

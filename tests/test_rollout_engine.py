@@ -23,6 +23,7 @@ from beam_rl.recipe.load import load
 from beam_rl.rollout.sync.link import Link, open_sender
 from beam_rl.rollout.sync.transport import Announce, SyncError, SyncStats, WeightSender
 from beam_rl.samples import Completion, Request
+from beam_rl.seats import Seat
 from beam_rl.sync import WeightSync
 
 pytest_plugins = ["rollout_fixtures"]
@@ -304,7 +305,7 @@ def test_engine_killed_in_a_sync_is_named_at_once_leaves_no_process_and_the_othe
     children = [psutil.Process(pid) for pid in killed.info.child_pids]
     assert children and all(child.is_running() for child in children)
     all_engines = AllEngines(recipe, checkpoints["old"], tmp_path)
-    all_engines.slots = [Slot(i, e.actor, None, "serving") for i, e in enumerate((other, killed))]
+    all_engines.slots = [Slot(i, Seat(), e.actor, None, "serving") for i, e in enumerate((other, killed))]
     with Policy(recipe, checkpoints["old"], tmp_path) as policy:
         policy.wait_ready()
         way = WeightSync(policy, all_engines, recipe.sync)

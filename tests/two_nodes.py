@@ -21,6 +21,7 @@ from beam_rl.errors import InputError
 from beam_rl.recipe.load import load
 from beam_rl.seats import Seat, reserved
 
+SMALL_NODE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 TINY = Path(__file__).parents[1] / "recipes" / "tiny_cpu.yaml"
 RUNS = {
     "disaggregated": ["cluster.placement=disaggregated", "trainer.parallel.dp=4", "rollout.parallel.tp=3"],
@@ -55,11 +56,10 @@ def seats(overrides: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
-        small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-        head = {"num_cpus": 3, "node_ip_address": "127.0.0.1", "temp_dir": folder, **small}
+        head = {"num_cpus": 3, "node_ip_address": "127.0.0.1", "temp_dir": folder, **SMALL_NODE}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
-            cluster.add_node(num_cpus=4, node_ip_address="127.0.0.2", **small)
+            cluster.add_node(num_cpus=4, node_ip_address="127.0.0.2", **SMALL_NODE)
             ray.init(address=cluster.address, _node_ip_address="127.0.0.1", log_to_driver=False)
             print(json.dumps({name: seats(overrides) for name, overrides in RUNS.items()}))
         finally:

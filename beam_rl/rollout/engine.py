@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,13 @@ class Engine:
         self.asleep: set[str] = set()  # of "weights" and "kv_cache", what has given its GPU memory back
         self.weights_gone = False  # dropped while asleep, and not synced since
 
-    async def start(self) -> EngineInfo:
-        """Loads the checkpoint; returns when the engine can sample. Raises EngineStartError."""
+    async def start(self, host: str | None = None) -> EngineInfo:
+        """Loads the checkpoint; returns when the engine can sample. Raises EngineStartError.
+
+        Args:
+            host: this machine's address, where the settings could not know it.
+        """
+        self.settings = replace(self.settings, host=host or self.settings.host)
         set_environment(self.settings)
         try:
             stops = stop_ids(self.settings.model)
