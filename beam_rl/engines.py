@@ -1,7 +1,7 @@
 """The driver's handle on the vLLM engines: one Ray actor each, all serving the same version of the weights.
 
 Promises: every request that was handed in comes back once, whatever dies meanwhile. An engine that is lost is started
-anew on its place at once; it samples again when it holds the version that the others serve (`sync.WeightSync.mend`).
+anew at once, in its place; it samples again when it holds the version that the others serve (`sync.WeightSync.mend`).
 Calls may come from any thread; what engines do is awaited on one event loop of its own thread.
 """
 
@@ -192,6 +192,8 @@ class Engines:
         """Has one engine answer the requests, and another one those that it leaves undone when it is lost."""
         left = {r.id: r for r in requests}
         while left and not self._hushed:
+            if slot.state != "serving":  # lost since it was chosen
+                slot = await self._least_loaded()
             actor, count = slot.actor, len(left)
             slot.load += count
             try:
@@ -206,8 +208,6 @@ class Engines:
                 async with self._changed:
                     slot.load -= count
                     self._changed.notify_all()
-            if left and not self._hushed:
-                slot = await self._least_loaded()
         for request in left.values():
             took(Completion.not_begun(request, self.version or 0))
 
@@ -305,9 +305,9 @@ class Engines:
         said = reason(error)
         slot.last_error = said if said.startswith("engine ") else f"engine {slot.index}: {said}"
         slot.restarts += 1
-        slot.state = "starting"
         ray.kill(actor)  # which also ends whatever waits for it
         if slot.restarts > self.recipe.rollout.engine_restarts:
+            slot.state = "starting"
             self._over = EnginesLost(
                 f"{slot.last_error}; it was started anew {slot.restarts - 1} times, as often as "
                 f"rollout.engine_restarts allows; its log is in {self.logs}"
@@ -322,6 +322,7 @@ class Engines:
             slot.seat = slot.seat.elsewhere()
         slot.actor, slot.starting = self._new(slot.index, slot.seat)
         slot.since = time.monotonic()
+        slot.state = "starting"  # last: other threads look at what a starting slot has
 
     async def _ask(self, slot: Slot, method: str, *args: Any) -> None:
         """A short call that an engine answers or is lost."""
@@ -394,7 +395,7 @@ class Engines:
         import ray
 
         while starting := [slot.starting for slot in self.slots if slot.state == "starting"]:
-            ray.wait(starting, num_returns=len(starting), timeout=self.recipe.cluster.start_timeout_s)
+            ray.wait(starting, num_returns=len(starting), timeout=WATCH_S)
             self.fresh()
 
     def probe(self, token_ids: list[int], routes: Any, temperature: float) -> Records:

@@ -1,6 +1,6 @@
 """Ctrl-C and a scheduler's SIGTERM: the first ends a run where nothing is lost, the second ends it at once.
 
-The first one raises `Interrupted` in the main thread; inside `held` at its end, or when the grace time is nearly used
+The first one raises `Interrupted` in the main thread; inside `held` at its end, or when a part of the grace time is used
 up. Knows nothing about checkpoints.
 """
 
@@ -14,6 +14,7 @@ from types import FrameType
 import psutil
 
 TO_END = 0.2  # the part of the grace time that is kept for ending the run's processes
+TO_HOLD = 0.4  # the part after which nothing is waited for any more; what is left between them is for saving
 
 
 class Interrupted(KeyboardInterrupt):
@@ -45,11 +46,10 @@ class _Signals:
         if self.first is not None:
             end_at_once(signum)
         self.first = signum
-        time_to_save = self.grace_s * (1 - TO_END)
-        self.deadline = time.monotonic() + time_to_save
+        self.deadline = time.monotonic() + self.grace_s * (1 - TO_END)
         if not self.holds:
             raise Interrupted(signum)
-        signal.setitimer(signal.ITIMER_REAL, time_to_save)
+        signal.setitimer(signal.ITIMER_REAL, self.grace_s * TO_HOLD)
 
     def expire(self, signum: int, frame: FrameType | None) -> None:
         if self.holds and self.first is not None:

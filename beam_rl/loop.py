@@ -110,11 +110,15 @@ class Loop:
         step = Step(self.state.step, self.report)
         self.sync(step)
         self.check_engines()
-        if self.state.unreported is None:
+        if self.reported():
             self.rollouts.go_on(step.number)
         else:
-            step.log(self.state.unreported)
+            step.log(self.state.unreported or {})
             self.announce(step)
+
+    def reported(self) -> bool:
+        """Whether the row of `state.step` is written; the state of a run that was cut short just then does not know."""
+        return self.state.unreported is None or self.run.last_step == self.state.step
 
     def step(self) -> None:
         """Take a batch, score, update; then sync, evaluate when due, report; save when due."""
@@ -177,8 +181,9 @@ class Loop:
             self.evaluate(step)
         self.note_flights()
         self.rollouts.go_on(step.number)
-        self.report.step(step.number, step.close())
-        self.state.unreported = None
+        with held():
+            self.report.step(step.number, step.close())
+            self.state.unreported = None
 
     def mend(self) -> None:
         """For while the trainer rests: engines that were lost and started anew get its weights."""
@@ -258,6 +263,7 @@ class Loop:
             with contextlib.suppress(Exception):
                 unsaved = self.state.settled and self.state.step != self.kept()
                 if unsaved:
+                    self.engines.kill()  # they may be sampling, or keep the trainer waiting in a sync
                     self.turns.to_trainer_for_good()
                 self.save_if(unsaved, time_left(SAVE_ON_EXIT_S))
                 self.saver.wait(time_left(SAVE_ON_EXIT_S))

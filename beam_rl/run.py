@@ -29,7 +29,15 @@ from beam_rl.errors import InputError
 LOGGER = logging.getLogger("beam_rl")
 
 # A run may go on with other values of these: they don't change what a step computes.
-RESUMABLE = ("trainer.steps", "trainer.collective_timeout_s", "checkpoint.", "eval.", "logging.", "cluster.")
+RESUMABLE = (
+    "trainer.steps",
+    "trainer.collective_timeout_s",
+    "sync.deadline_s",
+    "checkpoint.",
+    "eval.",
+    "logging.",
+    "cluster.",
+)
 MANIFEST = "state.json"
 STEP_FOLDER = re.compile(r"step_(\d+)")
 STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
@@ -79,7 +87,7 @@ class Run:
         self.set_aside = set_aside  # where a run lies that had no checkpoint to go on from
         self._lock = lock
         # Of a run that was interrupted after an update, the checkpoint's own step has not been reported yet.
-        self._last_step = max((line["step"] for line in read_metrics(folder)), default=-1)
+        self.last_step = max((line["step"] for line in read_metrics(folder)), default=-1)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
         self._handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -153,13 +161,13 @@ class Run:
         broken = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if broken:
             raise MetricsError(f"step {step}: {', '.join(broken)}")
-        if step <= self._last_step:
-            raise MetricsError(f"metrics of step {step} after those of step {self._last_step}")
+        if step <= self.last_step:
+            raise MetricsError(f"metrics of step {step} after those of step {self.last_step}")
         # Numbers may come from numpy or torch, which json doesn't know.
         plain = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         self._metrics.write(json.dumps({"step": step, **plain}) + "\n")
         self._metrics.flush()
-        self._last_step = step
+        self.last_step = step
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Writes samples/step_N.jsonl, one object a sample."""

@@ -89,6 +89,7 @@ class Flights:
             for flight in flights:
                 del self._out[flight.prompt.position]
                 self._waiting.append(flight)
+            self._waiting.sort(key=lambda f: f.prompt.position)  # as a resumed run has them
 
     def landed(self, positions: Iterable[int]) -> None:
         """Trained on, or dropped: no longer under way."""

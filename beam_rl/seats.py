@@ -27,6 +27,7 @@ class Seat:
     host: str = LOOPBACK  # its node's address for the others
     devices: str | None = None  # CUDA_VISIBLE_DEVICES; None: those that Ray hands to it
     node: str | None = None  # its id; None: Ray chooses
+    gpus: int = 0  # that it has, counted by Ray for it or not
 
     @property
     def lost(self) -> bool:
@@ -35,7 +36,7 @@ class Seat:
 
     def elsewhere(self) -> "Seat":
         """As much of any node that has it, now or later; its address is known when the actor is there."""
-        return Seat({key: self.options[key] for key in ("num_cpus", "num_gpus")}, host="")
+        return Seat({"num_cpus": self.options["num_cpus"], "num_gpus": self.gpus}, host="", gpus=self.gpus)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def _seats(group: Any, shelves: Sequence[Shelf], unit: str, nodes: Sequence[dict
             ranks[rank] = Seat(_options(group, i, unit, 1), host, node=node["NodeID"])
         if shelf.engine is not None:
             own = 0 if shelf.ranks or shared else shelf.gpus
-            engines[shelf.engine] = Seat(_options(group, i, unit, own), host, devices[i], node["NodeID"])
+            gpus = shelf.gpus if unit == "GPU" else 0
+            engines[shelf.engine] = Seat(_options(group, i, unit, own), host, devices[i], node["NodeID"], gpus)
     return Seats(_in_order(ranks), _in_order(engines), shared)
 
 
@@ -172,11 +174,17 @@ def free_port(host: str) -> int:
     Below the ports that the system hands to whoever asks for any (32768 on, on Linux), above those of Ray's workers: it
     stays free until it is used, which can be a minute later.
     """
+    import errno
     import random
     import socket
 
     choice = random.SystemRandom()  # two runs with one seed must not meet
     while True:
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind((host, choice.randrange(20_000, 32_768)))
+        with socket.socket() as s:
+            try:
+                s.bind((host, choice.randrange(20_000, 32_768)))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
             return s.getsockname()[1]

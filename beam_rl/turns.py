@@ -30,10 +30,9 @@ class Turns:
         self.trainers = True
 
     def to_trainer_for_good(self) -> None:
-        """The run is ending, whatever the engines are doing now: the trainer gets its state back, to save it."""
+        """The run is ending, and the engines have been killed: the trainer gets its state back, to save it."""
         if not self.shared or self.trainers:
             return
-        self.engines.kill()
         self.bytes += self.policy.put_on_gpu("all")
         self.trainers = True
 

@@ -1,4 +1,4 @@
-"""A run over a Ray of two nodes, of which the one with half of the engines is lost; `test_node_loss.py` starts it.
+"""A run over a Ray of two nodes, of which the one with half of the engines is lost; `test_engine_faults.py` starts it.
 
 Prints as JSON what became of it. The nodes are raylets on addresses of this machine's loopback. A process of its own:
 see `two_nodes.py`, which sets what Ray reads when it is imported.

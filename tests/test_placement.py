@@ -14,6 +14,7 @@ from beam_rl.megatron.offload import Held, Offload
 from beam_rl.placement import Shelf, for_pace, place
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Recipe
+from beam_rl.seats import Seat, free_port
 from beam_rl.turns import Turns
 
 TINY = Path(__file__).parents[1] / "recipes" / "tiny_cpu.yaml"
@@ -203,6 +204,16 @@ def test_colocated_on_two_nodes_an_engine_is_beside_its_ranks(two_nodes: dict[st
 def test_what_ray_does_not_have_is_refused_with_the_nodes(two_nodes: dict[str, Any]) -> None:
     assert two_nodes["too_much"]["error"].startswith("cluster.placement = disaggregated: ")
     assert two_nodes["too_much"]["error"].endswith("need 8 CPU slots; Ray has 3 + 4")
+
+
+def test_who_has_lost_its_node_asks_for_as_much_anywhere() -> None:
+    shared = Seat({"num_cpus": 1, "num_gpus": 0, "scheduling_strategy": "beside its rank"}, "10.0.0.7", "2,3", "id", 2)
+    assert shared.elsewhere() == Seat({"num_cpus": 1, "num_gpus": 2}, "", None, None, 2)
+
+
+def test_a_port_at_an_address_that_is_not_this_machines_is_an_error() -> None:
+    with pytest.raises(OSError, match="assign requested address"):
+        free_port("203.0.113.1")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Engines of several workers: each agrees with transformers, gets all weights of a sync, and says so for all its workers."""
 
 import json
+import os
+import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def config(weights: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def fleet(ray_here: str, weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(ray_here: str, weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     logs, old = tmp_path_factory.mktemp("parallel_logs"), weights["old"]
     asked = {
         "split": settings(old, "fp32", "split", logs, parallel=SPLIT, adapter=ADAPTER),
@@ -60,8 +61,7 @@ def fleet(ray_here: str, weights: dict[str, Path], tmp_path_factory: pytest.Temp
     }
     actors = {name: ray.remote(Engine).remote(each) for name, each in asked.items()}
     starting = {name: actor.start.remote() for name, actor in actors.items()}
-    yield Fleet(**{name: RunningEngine(actors[name], ray.get(starting[name], timeout=400), old) for name in asked})
-    ray.get(actors["split"].stop.remote(), timeout=60)  # the last test has ended the other one
+    return Fleet(**{name: RunningEngine(actors[name], ray.get(starting[name], timeout=400), old) for name in asked})
 
 
 @pytest.fixture(scope="module")
@@ -201,13 +201,21 @@ def test_nothing_listens_beyond_loopback(fleet: Fleet) -> None:
         assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
-def test_workers_go_with_a_killed_core(fleet: Fleet) -> None:
-    """The last test: it ends an engine."""
-    core = psutil.Process(fleet.staged.info.child_pids[0])
-    workers = [p for p in core.children(recursive=True) if "Worker" in " ".join(p.cmdline())] or core.children()
-    assert len(workers) >= STAGED.workers
-    core.kill()
-    end = time.monotonic() + 15
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in workers) and time.monotonic() < end:
+def gone(processes: list[psutil.Process], patience_s: float = 15) -> bool:
+    end = time.monotonic() + patience_s
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        if time.monotonic() > end:
+            return False
         time.sleep(0.1)
-    assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return True
+
+
+@pytest.mark.parametrize(("name", "killed"), [("staged", "core"), ("split", "actor")])
+def test_nothing_is_left_of_an_engine_whose_core_or_actor_is_killed(fleet: Fleet, name: str, killed: str) -> None:
+    """The last test: it ends the engines."""
+    engine: RunningEngine = getattr(fleet, name)
+    core = psutil.Process(engine.info.child_pids[0])
+    workers = core.children(recursive=True)
+    assert len(workers) >= 2
+    os.kill(core.pid if killed == "core" else engine.info.pid, signal.SIGKILL)
+    assert gone([core, *workers])

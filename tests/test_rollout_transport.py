@@ -17,10 +17,11 @@ from torch import Tensor
 
 from beam_rl.bench.remote import Remote
 from beam_rl.errors import InputError
+from beam_rl.rollout.sync import transport
 from beam_rl.rollout.sync.nccl import interface_of
 from beam_rl.rollout.sync.place import Place, choose
 from beam_rl.rollout.sync.shm import ShmReceiver, ShmSender
-from beam_rl.rollout.sync.transport import SyncError
+from beam_rl.rollout.sync.transport import BROKE_OFF, SyncError
 
 pytest_plugins = ["sync_peers"]
 
@@ -150,6 +151,21 @@ def test_engine_that_hangs_is_named_at_the_deadline_and_the_other_takes_the_next
     assert time.monotonic() - start < 5 and failed.value.engines == (1,)
     sender.close()
     takes_a_whole_sync(peers, transport, open_for)
+
+
+def test_where_one_that_hangs_keeps_the_others_from_receiving_it_alone_is_named(
+    open_for: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over NCCL: who waits for the same broadcast answers when it is given up, after the deadline."""
+    sender = open_for("gloo", engines=2, deadline_s=0.5)
+    waiting, hanging = Future(), Future()
+    broken = SyncError(f"the transfer {BROKE_OFF}: the trainer gave it up")
+    monkeypatch.setattr(transport, "LET_GO_S", 1.0)
+    monkeypatch.setattr(sender.end, "shared_fate", True)
+    monkeypatch.setattr(sender.end, "abandon", lambda: threading.Timer(0.2, waiting.set_exception, [broken]).start())
+    with pytest.raises(SyncError, match="engine 1 did not answer") as failed:
+        sender.send([("w", torch.zeros(3))], lambda bucket: [waiting, hanging])
+    assert failed.value.engines == (1,)
 
 
 def takes_a_whole_sync(peers: Peers, transport: str, open_for: Open) -> None:

@@ -96,7 +96,7 @@ def test_nccl_receiver_whose_sender_gives_up_lets_go_at_once(open_for: Open, sta
     (process,) = start(1)
     sender = open_for("nccl", 1, deadline_s=60, device=torch.device("cuda", 0))
     join(sender, [process])
-    about = {"number": 0, "nbytes": 16, "entries": [], "slot": 0, "deadline_s": 60.0}
+    about = {"number": 0, "nbytes": 16, "last": True, "entries": [], "slot": 0, "deadline_s": 60.0}
     waiting = process.call("receive", about)
     time.sleep(1)
     begin = time.monotonic()

@@ -71,11 +71,20 @@ def test_nothing_moves_where_nothing_is_shared() -> None:
     assert not both.calls
 
 
+@pytest.mark.parametrize(("last_row", "reported"), [(2, False), (3, True)])
+def test_a_step_whose_row_was_written_just_before_the_run_was_cut_short_is_reported(
+    last_row: int, reported: bool
+) -> None:
+    loop = Loop.__new__(Loop)
+    vars(loop).update(state=State(step=3, unreported={"loss/policy": 0.5}), run=SimpleNamespace(last_step=last_row))
+    assert loop.reported() == reported
+
+
 def test_a_run_cut_short_while_engines_sample_does_not_wait_for_them_to_save() -> None:
     all_of_it = Scripted()
     loop = Loop.__new__(Loop)
     vars(loop).update(
-        turns=Turns(all_of_it, all_of_it, shared=True), saver=all_of_it, run=all_of_it, report=all_of_it,
+        turns=Turns(all_of_it, all_of_it, shared=True), engines=all_of_it, saver=all_of_it, run=all_of_it, report=all_of_it,
         state=State(step=3), under_way=[], eval_score=None, recipe=SimpleNamespace(),
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt), loop.saved_if_cut_short():

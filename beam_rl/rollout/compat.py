@@ -4,6 +4,7 @@ Written for vLLM 0.32 (CPU) and 0.33 (GPU); `check_version` refuses others in on
 fault; tests/test_rollout_compat.py fails on the day a fault is gone.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -100,6 +101,8 @@ def fork_processes() -> None:
     if current_platform.is_cpu():
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         system_utils.is_in_ray_actor = lambda: False
+        gc.collect()
+        gc.freeze()  # what is Ray's is never collected in a child, where Ray's threads are missing
 
 
 def make_stage_buffer(runner: Any) -> None:

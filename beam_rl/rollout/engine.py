@@ -130,7 +130,6 @@ class Engine:
         tokens so far and say "abort". Raises ValueError, before anything is sampled, for a request that
         cannot fit `max_model_len`; RuntimeError during a weight update or after a failed one.
         """
-        self._refuse_during_update("sample")
         for request in requests:
             check_fits(request, self.settings.max_model_len)
         done: asyncio.Queue[tuple[Request, str, Any]] = asyncio.Queue()
@@ -403,6 +402,7 @@ class Engine:
         async with self.admission:
             if self.interrupted:
                 return None
+            self._refuse_during_update("sample")
             await self.llm.pause_generation(mode="keep", clear_cache=False)
             try:
                 for request in requests:

@@ -18,8 +18,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def own_children() -> None:
-    """Names this process as the owner; children that call `follow_owner` die with it, also if it is killed."""
+    """Names this process as the owner; what it forks, and children that call `follow_owner`, die with it if it is killed."""
     os.environ[OWNER] = str(os.getpid())
+    os.register_at_fork(after_in_child=follow_owner)  # also in what its children fork
 
 
 def follow_owner() -> None:

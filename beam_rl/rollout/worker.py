@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from beam_rl.rollout import compat, process
+from beam_rl.rollout import compat
 from beam_rl.rollout.routes import RouteRecorder
 
 RECORD_ROUTES = "beam_rl_record_routes"  # key of vLLM's additional_config
@@ -20,10 +20,6 @@ class CpuWorker(CPUWorker):
     preemptions = 0
     route_layers: list[int]
     slot_view: compat.SlotView
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        process.follow_owner()  # a forked worker has not been through the plugin
 
     def compile_or_warm_up_model(self) -> Any:
         result = super().compile_or_warm_up_model()

@@ -48,12 +48,12 @@ class BucketReceiver:
         bucket = from_metadata(metadata)
         if bucket.number != self.expected:
             raise SyncError(f"weight bucket {bucket.number} came in the place of {self.expected}")
-        self.expected += 1
         self.end.start(metadata["slot"], bucket.nbytes)
         yield from self._unpack()
         self.arrived = bucket, self.end.wait(metadata["deadline_s"])
         if bucket.last or not self.end.own_buffers:
             yield from self._unpack()
+        self.expected += 1  # only now: after a bucket that failed no other is taken
 
     def _unpack(self) -> Iterator[tuple[str, Tensor]]:
         """What the bucket that has arrived completes."""

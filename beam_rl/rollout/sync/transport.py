@@ -18,6 +18,7 @@ from beam_rl.rollout.sync import bucket
 
 POLL_S = 1.0  # how often a wait for an engine's arrival looks whether an engine has failed meanwhile
 GRACE_S = 2.0  # for the others' answers when one is late
+LET_GO_S = 10.0  # for all of them, where one that hangs has kept them from receiving
 BROKE_OFF = "broke off"  # in the message of a receiver whose transfer ended because of somebody else
 Announce = Callable[[dict[str, Any]], Sequence[Future]]
 
@@ -169,6 +170,8 @@ class WeightSender:
         An engine that is late has had its time; when one has failed, the others have theirs, to take what is on its way.
         """
         self.end.abandon()
+        if self.end.shared_fate:  # none could go on without the one that hangs: only now the others can answer
+            wait([reply for each in self.flights for reply in each.replies], LET_GO_S)
         late = {i for i, reply in enumerate(flight.replies) if not reply.done() and time.monotonic() >= flight.end}
         own = [[each.replies[i] for each in self.flights] for i in range(len(self.workers))]
         rest = [reply for i, replies in enumerate(own) if i not in late for reply in replies]
