@@ -14,7 +14,7 @@ from types import FrameType
 import psutil
 
 TO_END = 0.2  # the part of the grace time that is kept for ending the run's processes
-TO_HOLD = 0.4  # the part after which nothing is waited for any more; what is left between them is for saving
+TO_HOLD = 0.5  # the part after which nothing is waited for any more; what is left between them is for saving
 
 
 class Interrupted(KeyboardInterrupt):
