@@ -50,6 +50,13 @@ def test_larger_tensor_is_cut_and_every_other_travels_whole() -> None:
     assert all(p.nbytes == p.whole_bytes for p in pieces if p.name != "c")
 
 
+@pytest.mark.parametrize("bucket_bytes", [16, 64, 400, 10_000])  # the largest tensor has 400 bytes
+def test_the_last_bucket_says_that_it_is_and_no_other(bucket_bytes: int) -> None:
+    for given in (tensors(), tensors()[:3], tensors()[4:6]):
+        last = [bucket.last for bucket, _ in travel(given, bucket_bytes)]
+        assert last == [False] * (len(last) - 1) + [True]
+
+
 def test_one_bucket_holds_everything_that_fits() -> None:
     assert len(list(travel(tensors(), 10_000))) == 1
 
