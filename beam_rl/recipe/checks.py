@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from beam_rl.recipe.tree import Recipe
 
 LOWEST_TEMPERATURE = 0.01  # of vLLM, above greedy
+PAGE_BYTES, SMALLEST_BLOCK_BYTES = 4096, 65536
 
 
 def check(recipe: "Recipe") -> None:
@@ -24,6 +25,7 @@ def check(recipe: "Recipe") -> None:
         *_batch(recipe),
         *_algorithm(recipe),
         *_evaluation(recipe),
+        *_offload(recipe),
     ):
         raise ValueError(problem)
 
@@ -148,4 +150,24 @@ def _evaluation(recipe: "Recipe") -> Iterator[str]:
         yield (
             f"eval.samples_per_prompt = {recipe.eval.samples_per_prompt}: at eval.temperature = 0 all samples of a "
             "prompt are the same; use 1"
+        )
+
+
+def _offload(recipe: "Recipe") -> Iterator[str]:
+    optimizer = recipe.trainer.optimizer
+    size = optimizer.nvme.block_bytes
+    if optimizer.offload == "nvme" and not optimizer.nvme.path:
+        yield (
+            "trainer.optimizer.nvme.path is missing: with trainer.optimizer.offload = nvme, name a folder on each node's "
+            "own NVMe"
+        )
+    if size % PAGE_BYTES or size < SMALLEST_BLOCK_BYTES:
+        yield (
+            f"trainer.optimizer.nvme.block_bytes = {size}: direct I/O wants a multiple of {PAGE_BYTES}, and at least "
+            f"{SMALLEST_BLOCK_BYTES}; {max(SMALLEST_BLOCK_BYTES, size // PAGE_BYTES * PAGE_BYTES)} would do"
+        )
+    if optimizer.nvme.moments == "bf16" and optimizer.offload == "none":
+        yield (
+            "trainer.optimizer.nvme.moments = bf16: only with trainer.optimizer.offload = cpu or nvme; without, moments "
+            "are FP32"
         )
