@@ -29,7 +29,17 @@ from beam_rl.errors import InputError
 LOGGER = logging.getLogger("beam_rl")
 
 # A run may go on with other values of these: they don't change what a step computes.
-RESUMABLE = ("trainer.steps", "trainer.collective_timeout_s", "checkpoint.", "eval.", "logging.", "cluster.")
+RESUMABLE = (
+    "trainer.steps",
+    "trainer.collective_timeout_s",
+    "trainer.optimizer.offload",
+    "trainer.optimizer.nvme.path",
+    "trainer.optimizer.nvme.block_bytes",
+    "checkpoint.",
+    "eval.",
+    "logging.",
+    "cluster.",
+)
 MANIFEST = "state.json"
 STEP_FOLDER = re.compile(r"step_(\d+)")
 STEP_FILE = re.compile(r"step_(\d+)\.jsonl")

@@ -85,9 +85,7 @@ def make_optimizer(
     return optimizer
 
 
-def _stream(
-    optimizer: MegatronOptimizer, model: Sequence[nn.Module], recipe: Optimizer, folder: Path | None
-) -> None:
+def _stream(optimizer: MegatronOptimizer, model: Sequence[nn.Module], recipe: Optimizer, folder: Path | None) -> None:
     """Moves main parameters and moments into a store; Megatron's optimizers get them from there in every step."""
     adams = _adams(optimizer)
     groups = [(adam, group) for adam in adams for group in adam.param_groups]

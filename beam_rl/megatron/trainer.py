@@ -109,6 +109,11 @@ class Trainer:
         assert self.settings.nvme_folder is not None
         return Path(self.settings.nvme_folder) / f"rank_{rank}"
 
+    def discard(self) -> None:
+        """Removes the optimizer's state, if it is in files; the trainer can make no update after this."""
+        if state := streamed_state(self.optimizer):
+            state.close(discard=True)
+
     def close(self) -> None:
         """Leaves the group of ranks; the process may start another trainer."""
         if state := streamed_state(self.optimizer):

@@ -172,7 +172,8 @@ class Optimizer(Section):
     warmup_updates: Count = 0
     distributed: Switch = Field(True, description="each data-parallel rank holds a part of Adam's state, not all of it")
     offload: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="where FP32 main parameters and Adam's moments live: with the weights, in host memory, in files"
+        "none",
+        description="where FP32 main parameters and Adam's moments live: with the weights, in host memory, in files",
     )
     nvme: Nvme = Nvme()
 

@@ -92,6 +92,7 @@ class StreamedState:
         adams = {id(adam): BlockAdam(adam, targets) for adam, _ in groups}
         self._adams = [adams[id(adam)] for adam, _ in groups]
         self.pipeline = Pipeline(self.store, parts[0].parameter.device)
+        self._torn: str | None = None  # why state and weights may not belong together
         self._seconds, self._told = 0.0, (0, 0)
         self.take_moved()
 
@@ -104,29 +105,43 @@ class StreamedState:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every block and weight. DiskError: the state is as before, but some weights have changed."""
+        """One update of every block and weight.
+
+        Raises:
+            DiskError: the state is as before, but some weights have changed: only `rewriting` can follow.
+        """
+        self.require_whole()
         start, updates, blocks = time.perf_counter(), self.updates, self.store.layout.blocks
 
         def update(index: int, sections: Sections) -> None:
             group = blocks[index].group
             self._adams[group].update(blocks[index], sections, self._groups[group], updates)
 
+        self._torn = "an update failed half-way"
         self.pipeline.run(update)
         self.store.commit(updates + 1)
+        self._torn = None
         self._seconds += time.perf_counter() - start
 
     def view(self, kind: Kind, main: Tensor) -> Tensor:
         """(numel,) of the part whose main parameter that is to Megatron, live."""
         return self.store.view(kind, self._index[id(main)])
 
+    def require_whole(self) -> None:
+        """Raises RuntimeError where weights and state may not belong together."""
+        if self._torn:
+            raise RuntimeError(f"the optimizer's state can't be used: {self._torn}; start from the last checkpoint")
+
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[None]:
         """Inside, what `view` gave may be written to, and `set_updates` called."""
         self.pipeline.forget()
+        self._torn = "loading a checkpoint failed half-way"
         self.store.rewrite()
         self._loaded_updates = self.updates
         yield
         self.store.rewritten(self._loaded_updates)
+        self._torn = None
 
     def set_updates(self, updates: int) -> None:
         self._loaded_updates = updates
@@ -137,10 +152,11 @@ class StreamedState:
         self._told, self._seconds = now, 0.0
         return moved
 
-    def close(self) -> None:
+    def close(self, discard: bool = False) -> None:
+        """Lets go of the files. discard: and removes them."""
         with contextlib.suppress(Exception):  # what was read ahead is not needed
             self.pipeline.forget()
-        self.store.close()
+        self.store.close(discard)
 
 
 class StreamedAdam:

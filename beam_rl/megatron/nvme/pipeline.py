@@ -102,7 +102,11 @@ class _Gpu:
         self._free = [torch.cuda.Event() for _ in self._slots]
 
     def update(self, index: int, host: Sections, update: Update) -> Callable[[], Sections]:
-        slot, free, compute = self._slots[index % DEVICE_SLOTS], self._free[index % DEVICE_SLOTS], torch.cuda.current_stream()
+        slot, free, compute = (
+            self._slots[index % DEVICE_SLOTS],
+            self._free[index % DEVICE_SLOTS],
+            torch.cuda.current_stream(),
+        )
         here = _cut(slot, host)
         self._up.wait_event(free)
         with torch.cuda.stream(self._up):

@@ -6,6 +6,7 @@ So after a kill at any byte the folder holds the state before the update or the 
 another model or not what was written is refused in one line. Knows nothing about Adam or Megatron.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -23,8 +24,7 @@ from beam_rl.megatron.nvme.disk import KEY, DiskError, File, Threads, Transfer, 
 from beam_rl.megatron.nvme.layout import FORMAT, Kind, Layout
 from beam_rl.megatron.offload import page_locked
 
-MANIFEST = "manifest.json"
-LOADING = "it was being loaded when its process ended"
+MANIFEST, LOCK = "manifest.json", ".lock"
 Sections = dict[Kind, Tensor]  # a block's values by their kind, flat
 Fill = Callable[[int, Sections], None]  # gives a block its first values; it comes zeroed
 
@@ -62,7 +62,7 @@ class Store(Protocol):
 
     def rewritten(self, updates: int) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, discard: bool = False) -> None: ...
 
 
 # --- host memory ------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class HostStore:
     def rewritten(self, updates: int) -> None:
         self.updates = updates
 
-    def close(self) -> None:
+    def close(self, discard: bool = False) -> None:
         pass
 
     def _block(self, index: int) -> Sections:
@@ -151,7 +151,6 @@ class FileStore:
         self.direct = all(file.direct for file in files)
         self._sums: list[str] = [""] * len(layout.blocks)
         self._next = list(self._sums)
-        self._fault: str | None = None  # why the state in memory and the one on the disk may differ
 
     @classmethod
     def create(cls, folder: Path, layout: Layout, fill: Fill) -> "FileStore":
@@ -210,10 +209,11 @@ class FileStore:
 
     def read(self, index: int, slot: Tensor | None) -> _FileReading:
         assert slot is not None
-        self._require_sound()
         sections = self._sections(index, slot)
         due = self._sums[index]
-        return _FileReading(self._transfer(index, sections, self.generation, "read"), sections, self._checker(index, due))
+        return _FileReading(
+            self._transfer(index, sections, self.generation, "read"), sections, self._checker(index, due)
+        )
 
     def write(self, index: int, sections: Sections) -> _FileWriting:
         """sections: those that `read` gave, or ones in aligned memory."""
@@ -242,10 +242,8 @@ class FileStore:
         """From now on the state is being written to through `view`; a process that ends here leaves none."""
         (self.folder / MANIFEST).unlink(missing_ok=True)
         sync_folder(self.folder)
-        self._fault = LOADING
 
     def rewritten(self, updates: int) -> None:
-        self._fault = None
         self._files[self.generation].sync()
         (slot,) = self.staging(1)
         sums = []
@@ -254,9 +252,15 @@ class FileStore:
             sums.append(self._transfer(index, sections, self.generation, "read").wait())
         self._publish(self.generation, updates, sums)
 
-    def close(self) -> None:
-        """Lets go of the folder; the state stays."""
+    def close(self, discard: bool = False) -> None:
+        """Lets go of the folder; the state stays there, or goes with its folder. A second call does nothing."""
         self.threads.close()
+        if discard and self._lock >= 0:
+            for name in (MANIFEST, _path(self.folder, 0).name, _path(self.folder, 1).name, LOCK):
+                (self.folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # there are other ranks' folders, or somebody's files
+                self.folder.rmdir()
+                self.folder.parent.rmdir()
         for file in self._files:
             file.close()
         if self._lock >= 0:
@@ -289,10 +293,6 @@ class FileStore:
                 )
 
         return check
-
-    def _require_sound(self) -> None:
-        if self._fault:
-            raise DiskError(f"{KEY}: the state in {self.folder} can't be used: {self._fault}")
 
     def _publish(self, generation: int, updates: int, sums: list[str]) -> None:
         manifest = {
@@ -369,7 +369,7 @@ def _path(folder: Path, generation: int) -> Path:
 
 def _lock(folder: Path) -> int:
     """An open file that holds the folder's lock until the process ends."""
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
