@@ -1,5 +1,6 @@
 """An optimizer state in files survives a kill at any moment, and what is not the state that was written is refused."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -90,6 +91,28 @@ def test_a_state_goes_on_where_it_was_when_its_folder_is_opened_again(folder: Pa
     training.update()
     assert all(torch.equal(a, b) for a, b in zip(training.state(), steps.expected(3), strict=True))
     store.close()
+
+
+def test_a_file_system_without_direct_io_is_told_apart_and_works(tmp_path: Path, monkeypatch: Any) -> None:
+    direct = made(tmp_path / "direct")
+    assert direct.direct, "this needs a file system that has direct I/O"
+    direct.close()
+    real = os.open
+
+    def refusing(path: Any, flags: int, *args: Any) -> int:
+        handle = real(path, flags & ~os.O_DIRECT, *args)
+        if flags & os.O_DIRECT:  # as Linux does it: the file is there when the call fails
+            os.close(handle)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return handle
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refusing)
+        training = steps.Training(made(tmp_path / "buffered"))
+    assert not training.store.direct
+    training.update()
+    assert all(torch.equal(a, b) for a, b in zip(training.state(), steps.expected(1), strict=True))
+    training.store.close()
 
 
 def test_a_kill_at_any_write_leaves_a_state_from_which_the_same_bits_follow(folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ A rank is driven from outside with micro-batches; every rank gets the same calls
 injected. Knows nothing about Ray, vLLM, rewards or recipes.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -113,6 +114,9 @@ class Trainer:
         """Removes the optimizer's state, if it is in files; the trainer can make no update after this."""
         if state := streamed_state(self.optimizer):
             state.close(discard=True)
+        if (folder := self._nvme_folder(dist.get_rank())) is not None:
+            with contextlib.suppress(OSError):  # other ranks' folders are still there
+                folder.parent.rmdir()
 
     def close(self) -> None:
         """Leaves the group of ranks; the process may start another trainer."""

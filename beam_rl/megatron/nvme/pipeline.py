@@ -25,6 +25,11 @@ class Pipeline:
         self._reading: dict[int, Reading] = {}
         self._gpu = _Gpu(store, device) if device.type == "cuda" else None
 
+    @property
+    def staging_bytes(self) -> int:
+        """Of host memory."""
+        return sum(slot.nbytes for slot in self._slots)
+
     def prefetch(self) -> None:
         """Begins to read the first blocks, if that has not begun."""
         for index in range(min(self._ahead, self.blocks)):

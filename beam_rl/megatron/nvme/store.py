@@ -235,7 +235,7 @@ class FileStore:
         layout, n = self.layout, self.layout.shards[shard].numel
         dtype = layout.dtype(kind)
         offset = layout.offset(kind) + layout.positions[shard] * dtype.itemsize
-        raw = np.memmap(_path(self.folder, self.generation), np.uint8, "r+", offset, (n * dtype.itemsize,))
+        raw = np.memmap(self.path(self.generation), np.uint8, "r+", offset, (n * dtype.itemsize,))
         return torch.from_numpy(raw).view(dtype)
 
     def rewrite(self) -> None:
@@ -256,16 +256,18 @@ class FileStore:
         """Lets go of the folder; the state stays there, or goes with its folder. A second call does nothing."""
         self.threads.close()
         if discard and self._lock >= 0:
-            for name in (MANIFEST, _path(self.folder, 0).name, _path(self.folder, 1).name, LOCK):
+            for name in (MANIFEST, self.path(0).name, self.path(1).name, LOCK):
                 (self.folder / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # there are other ranks' folders, or somebody's files
+            with contextlib.suppress(OSError):  # somebody has put other files there
                 self.folder.rmdir()
-                self.folder.parent.rmdir()
         for file in self._files:
             file.close()
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
+
+    def path(self, generation: int) -> Path:
+        return _path(self.folder, generation)
 
     def _sections(self, index: int, slot: Tensor) -> Sections:
         sections, at = {}, 0
@@ -288,7 +290,7 @@ class FileStore:
         def check(found: str) -> None:
             if found != due:
                 raise DiskError(
-                    f"{KEY}: block {index} of {_path(self.folder, self.generation)} is not what was written there (checksum "
+                    f"{KEY}: block {index} of {self.path(self.generation)} is not what was written there (checksum "
                     f"{found}, due {due}): the disk has lost it; start from the last checkpoint"
                 )
 
