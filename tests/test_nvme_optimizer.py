@@ -83,6 +83,18 @@ def test_nothing_but_weights_and_gradients_has_memory_of_its_own(tmp_path: Path)
     close(streamed)
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_megatron_still_copies_main_parameters_after_the_step(distributed: bool, tmp_path: Path) -> None:
+    """Which `compat.replace_adam` stops, since they have no memory; on the day that it does not, that can go."""
+    stayed = trainer("none", tmp_path, distributed=distributed, precision="bf16")
+    parts, calls = getattr(stayed.optimizer, "chained_optimizers", [stayed.optimizer]), []
+    for part in parts:
+        copy = part._copy_main_params_to_model_params
+        part._copy_main_params_to_model_params = lambda copy=copy: (calls.append(copy), copy())
+    update(stayed, range(1))
+    assert len(calls) == len(parts) > 0
+
+
 def test_moments_in_bf16_are_those_of_fp32_rounded_after_every_update(tmp_path: Path) -> None:
     """As an optimizer that keeps its state and whose moments we round ourselves, to nearest even."""
     rounded = trainer("none", tmp_path, precision="bf16")
@@ -153,6 +165,8 @@ def test_after_a_disk_error_nothing_goes_on_until_a_checkpoint_is_loaded(
             act()
     assert read_manifest(tmp_path / "nvme" / "rank_0")["updates"] == 2
     streamed.load(tmp_path / "saved")
+    state = streamed_state(streamed.optimizer)
+    assert state is not None and state.take_moved().read_bytes == 0, "what a load moves belongs to no update"
     update(streamed, range(2, 4))
     assert same(everything(streamed), everything(expected))
     close(streamed)

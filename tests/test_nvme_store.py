@@ -123,8 +123,8 @@ def test_a_kill_at_any_write_leaves_a_state_from_which_the_same_bits_follow(fold
         sum(len(layout.extents(block)) for block in layout.blocks) + 4
     )  # of an update: blocks, three syncs, a rename
     expected = {n: steps.expected(n) for n in range(2, 40)}
-    moments, seen = draw.sample(range(1, writes + 1), min(KILLS, writes)), []
-    assert len(moments) == KILLS
+    # The end is where it is decided; the others are blocks' writes.
+    moments, seen = [*draw.sample(range(1, writes - 3), KILLS - 4), *range(writes - 3, writes + 1)], []
     for moment in moments:
         before = read_manifest(folder)["updates"]
         process = context.Process(target=steps.killed_at, args=(folder, moment))
@@ -140,7 +140,8 @@ def test_a_kill_at_any_write_leaves_a_state_from_which_the_same_bits_follow(fold
             training.update()  # it can also be finished
             assert all(torch.equal(a, b) for a, b in zip(training.state(), expected[before + 1], strict=True))
         store.close()
-    assert 0 in seen
+    assert seen[-1] == 1, "killed after the rename: the update counts"
+    assert not any(seen[:-1])
 
 
 def test_a_folder_without_a_whole_state_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -229,6 +230,21 @@ def test_a_full_disk_is_one_line_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"generation_0: the disk is full \(.* GB are needed for this file\)$"):
         FileStore.create(tmp_path, too_large, lambda index, sections: None)
     assert not (tmp_path / "generation_0").exists()
+
+
+def test_a_disk_with_room_for_one_generation_keeps_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And both old ones are gone before room is taken for the first new one."""
+    there: list[list[str]] = []
+
+    def one_only(*args: int) -> None:
+        there.append(sorted(path.name for path in folder.iterdir()))
+        if len(there) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", one_only)
+    with pytest.raises(DiskError, match="generation_1: the disk is full"):
+        made(folder)
+    assert there[0] == [".lock", "generation_0"] and [path.name for path in folder.iterdir()] == [".lock"]
 
 
 def test_an_update_that_can_not_be_written_leaves_the_last_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,11 +121,30 @@ def test_a_samples_reward_is_its_text_judged(whole):
 def test_an_interrupted_run_goes_on_as_the_whole_one_did(whole, resumed):
     for step in range(1, STEPS + 1):
         assert samples(resumed, step) == samples(whole, step)
-    for there, here in zip(metrics(whole), metrics(resumed), strict=True):
-        timed = ("time/", "sync/seconds", "rollout/tokens_per_s", "memory/")
-        assert {k: v for k, v in here.items() if not k.startswith(timed)} == {
-            k: v for k, v in there.items() if not k.startswith(timed)
-        }
+    assert untimed(metrics(resumed)) == untimed(metrics(whole))
+
+
+def untimed(lines: list[dict]) -> list[dict]:
+    """What two runs must agree on."""
+    others = ("time/", "sync/seconds", "rollout/tokens_per_s", "memory/", "nvme/")
+    return [{k: v for k, v in line.items() if not k.startswith(others)} for line in lines]
+
+
+def test_a_run_with_its_optimizer_state_on_nvme_is_the_same_run_whether_killed_or_not(whole, folder):
+    out, nvme = folder / "nvme", folder / "disk"
+    keys = ["trainer.optimizer.offload=nvme", f"trainer.optimizer.nvme.path={nvme}"]
+    process = start(out, *keys)
+    wait_for_step(out, 2, process)
+    runs.kill_rank(out, 0)
+    finish(process, out, code=1)
+    (left,) = nvme.glob("nvme-*/rank_0/manifest.json")
+    assert json.loads(left.read_text())["updates"] >= 4
+    run(out, *keys, "--resume")
+    assert untimed(metrics(out)) == untimed(metrics(whole))
+    for step in range(1, STEPS + 1):
+        assert samples(out, step) == samples(whole, step)
+    assert all(line["nvme/read_bytes"] == line["nvme/write_bytes"] > 10**6 for line in metrics(out)[1:])
+    assert not list(nvme.iterdir()), "a run that ends well leaves no state"
 
 
 def test_a_runs_folder_keeps_no_secret_of_its_environment(whole):

@@ -101,6 +101,8 @@ class StreamedState:
         return self.store.updates
 
     def prefetch(self) -> None:
+        """Begins to read what `step` needs first."""
+        self.require_whole()
         self.pipeline.prefetch()
 
     @torch.no_grad()
@@ -142,6 +144,7 @@ class StreamedState:
         yield
         self.store.rewritten(self._loaded_updates)
         self._torn = None
+        self.take_moved()  # what loading has read belongs to no update
 
     def set_updates(self, updates: int) -> None:
         self._loaded_updates = updates
@@ -154,8 +157,7 @@ class StreamedState:
 
     def close(self, discard: bool = False) -> None:
         """Lets go of the files. discard: and removes them."""
-        with contextlib.suppress(Exception):  # what was read ahead is not needed
-            self.pipeline.forget()
+        self.pipeline.forget()
         self.store.close(discard)
 
 

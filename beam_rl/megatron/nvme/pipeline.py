@@ -3,6 +3,7 @@
 The memory is a few blocks, taken once. Knows nothing about what an update does.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +38,8 @@ class Pipeline:
                 self._begin(index)
 
     def forget(self) -> None:
-        """What was read ahead is no longer the state."""
-        for reading in self._reading.values():
-            reading.wait()
-        self._reading.clear()
+        """What was read ahead is no longer the state, or not needed any more."""
+        self._settle(list(self._reading.values()))
 
     def run(self, update: Update) -> None:
         """Every block once. The caller commits.
@@ -87,13 +86,11 @@ class Pipeline:
         return lambda: sections
 
     def _settle(self, under_way: list[Any]) -> None:
-        """After an error: no thread may write into a slot that is used again."""
+        """Waits until no thread works with a slot any more; what came of it does not matter."""
         self._reading.clear()
         for transfer in under_way:
-            try:
+            with contextlib.suppress(Exception):
                 transfer.wait()
-            except Exception:  # the first error is the one to tell
-                continue
 
 
 class _Gpu:

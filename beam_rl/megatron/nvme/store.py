@@ -164,11 +164,18 @@ class FileStore:
             lock = _lock(folder)
         except OSError as error:
             raise InputError(f"{KEY}: can't use {folder}: {(error.strerror or str(error)).lower()}") from error
+        files: list[File] = []
         try:
             (folder / MANIFEST).unlink(missing_ok=True)
-            files = [File(_path(folder, g), layout.nbytes, create=True) for g in (0, 1)]
+            for generation in (0, 1):  # both old ones go before the first new one takes their room
+                _path(folder, generation).unlink(missing_ok=True)
+            for generation in (0, 1):
+                files.append(File(_path(folder, generation), layout.nbytes, create=True))
             sync_folder(folder)
         except BaseException:
+            for file in files:
+                file.path.unlink()
+                file.close()
             os.close(lock)
             raise
         store = cls(folder, layout, lock, files)
