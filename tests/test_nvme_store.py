@@ -17,7 +17,7 @@ import torch
 
 from beam_rl.errors import InputError
 from beam_rl.megatron.nvme import store as store_module
-from beam_rl.megatron.nvme.disk import REQUEST_BYTES, DiskError, aligned
+from beam_rl.megatron.nvme.disk import DiskError, aligned
 from beam_rl.megatron.nvme.layout import KINDS, UNIT, Shard, plan
 from beam_rl.megatron.nvme.pipeline import HOST_SLOTS, Pipeline
 from beam_rl.megatron.nvme.store import MANIFEST, FileStore, HostStore, read_manifest
@@ -278,7 +278,7 @@ def test_staging_is_a_few_blocks_whatever_the_size_of_the_state(
     monkeypatch.setattr(store_module, "aligned", counted)
     peaks = []
     for numel in (2_000_000, 8_000_000):
-        layout = plan([Shard("w", (numel,), 0, numel, 0, True)], REQUEST_BYTES, torch.float32)
+        layout = plan([Shard("w", (numel,), 0, numel, 0, True)], 2**20, torch.float32)
         store = FileStore.create(tmp_path / str(numel), layout, lambda index, sections: None)
         taken.clear()
         pipeline = Pipeline(store, torch.device("cpu"))
@@ -287,7 +287,7 @@ def test_staging_is_a_few_blocks_whatever_the_size_of_the_state(
         assert bool((store.view("main", 0) == 1).all())
         peaks.append(sum(taken))
         store.close()
-    assert peaks[0] == peaks[1] <= HOST_SLOTS * REQUEST_BYTES
+    assert peaks[0] == peaks[1] <= HOST_SLOTS * 2**20
 
 
 def test_host_memory_is_the_state_itself_and_no_staging() -> None:

@@ -1,6 +1,6 @@
 """Moves bytes between files and aligned host memory: direct I/O where the file system takes it, many requests at once.
 
-A request reads or writes up to 1 MiB on a thread (the system call and the checksum let go of Python's lock) and comes
+A request reads or writes up to 4 MiB on a thread (the system call and the checksum let go of Python's lock) and comes
 back with the checksum of its bytes, taken while they are in the cache. Knows nothing about what the bytes mean.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from beam_rl.megatron.offload import page_locked
 
 ALIGNMENT = 4096  # of addresses, offsets and sizes, in bytes
-REQUEST_BYTES = 2**20
-DEPTH = 16  # requests under way
+REQUEST_BYTES = 4 * 2**20  # a block's checksum is made of its requests': another size is another format of the state
+DEPTH = 4  # requests under way in each direction
 KEY = "trainer.optimizer.nvme.path"
 
 
@@ -27,16 +27,14 @@ class DiskError(RuntimeError):
 
 
 class Threads:
-    """What requests run on."""
+    """What requests run on: some read and some write, so that neither stand in line behind the other."""
 
-    def __init__(self, depth: int = DEPTH) -> None:
-        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="nvme")
-
-    def submit(self, work: Callable[..., int], *args: object) -> "Future[int]":
-        return self._pool.submit(work, *args)
+    def __init__(self) -> None:
+        self.read, self.write = (ThreadPoolExecutor(DEPTH, f"nvme-{verb}") for verb in ("read", "write"))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self.read, self.write):
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 class Transfer:
@@ -76,10 +74,10 @@ class File:
 
     def read(self, threads: Threads, offset: int, into: Tensor) -> "list[Future[int]]":
         """into: (bytes,) uint8, aligned as the offset is."""
-        return self._requests(threads, self._read, offset, into)
+        return self._requests(threads.read, self._read, offset, into)
 
     def write(self, threads: Threads, offset: int, data: Tensor) -> "list[Future[int]]":
-        return self._requests(threads, self._write, offset, data)
+        return self._requests(threads.write, self._write, offset, data)
 
     def sync(self) -> None:
         """Returns when all that was written is on the disk."""
@@ -94,11 +92,11 @@ class File:
         self._fd = -1
 
     def _requests(
-        self, threads: Threads, work: Callable[[memoryview, int], int], offset: int, data: Tensor
+        self, pool: ThreadPoolExecutor, work: Callable[[memoryview, int], int], offset: int, data: Tensor
     ) -> "list[Future[int]]":
         view = memoryview(data.numpy())
         starts = range(0, len(view), REQUEST_BYTES)
-        return [threads.submit(work, view[start : start + REQUEST_BYTES], offset + start) for start in starts]
+        return [pool.submit(work, view[start : start + REQUEST_BYTES], offset + start) for start in starts]
 
     def _read(self, into: memoryview, offset: int) -> int:
         self._whole(os.preadv, "read", into, offset)
