@@ -1,6 +1,7 @@
-"""Folders that are complete or absent."""
+"""Folders that are complete or absent, and folders for one owner."""
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,6 +22,11 @@ def whole_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def folder_for(owner: Path, parent: Path) -> Path:
+    """A folder in `parent` that is this owner's and, most likely, no other's: of its path."""
+    return parent / f"{owner.parent.name}-{hashlib.sha256(str(owner).encode()).hexdigest()[:8]}"
 
 
 def _umask() -> int:

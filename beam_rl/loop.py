@@ -227,6 +227,7 @@ class Loop:
                 self.state.updates += 1
                 phase.advance()
         step.log({name: sum(u[name] for u in updates) / len(updates) for name in updates[0]})
+        step.log(nvme_metrics(updates, self.recipe, step.number))
         step.log({"optim/lr": lr} | self.policy.peak_memory())
 
     def evaluation_due(self) -> bool:
@@ -326,6 +327,16 @@ def replay_metrics(scores: Scores, batch: StepBatch, step: int) -> dict[str, flo
         "replay/rows": sum(s.model_tokens for part in batch.mini_batches for s in part),
         "replay/route_agreement": scores.routes_agree / scores.routes_total,
     }
+
+
+def nvme_metrics(updates: Sequence[dict[str, float]], recipe: Recipe, step: int) -> dict[str, float]:
+    """What a step's updates moved together; StepError where the recipe asks for a state on NVMe and it is nothing."""
+    if recipe.trainer.optimizer.offload != "nvme":
+        return {}
+    moved = {name: sum(u[name] for u in updates) for name in ("nvme/read_bytes", "nvme/write_bytes", "nvme/seconds")}
+    if not (moved["nvme/read_bytes"] and moved["nvme/write_bytes"]):
+        raise StepError(f"step {step}: trainer.optimizer.offload is nvme, and the updates have moved no bytes")
+    return moved
 
 
 def parity_metrics(scores: Scores) -> dict[str, float]:

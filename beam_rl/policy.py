@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from beam_rl.files import folder_for
 from beam_rl.inputs import adapter_for, start_adapter
 from beam_rl.layout import cut_routes, even_out, pad, place_of
 from beam_rl.parity.record import Records
@@ -43,6 +44,7 @@ DOING = {
     "rest": "idle",
 }
 SYNC_PATIENCE = 3  # in sync.deadline_s: what opens a sync ends by itself within that
+DISCARD_S = 20.0  # for the ranks to remove their files at the end
 ASIDE, ALIVE = "aside", "alive"  # Ray's concurrency groups: what runs beside the training, and what never returns
 
 
@@ -199,6 +201,10 @@ class PolicyWorker:
     def export(self, folder: str, form: "ExportForm") -> None:
         self.trainer.export(Path(folder), form)
 
+    def discard(self) -> None:
+        """Removes what the trainer keeps in files; it can't go on after this."""
+        self.trainer.discard()
+
 
 class Policy:
     """All ranks of the trainer, ready once `starting` is done; every method returns when all ranks have done it."""
@@ -210,7 +216,7 @@ class Policy:
         self.num_experts = config["num_experts"]
         parallel, kinds = recipe.trainer.parallel, config["mlp_layer_types"]
         self.places = [place_of(rank, parallel, kinds) for rank in range(parallel.ranks)]
-        logs = logs.resolve()
+        self.logs = logs = logs.resolve()
         self.ranks = [Rank(i, place.named(), logs / f"trainer-{i}.log") for i, place in enumerate(self.places)]
         self.failure: RankError | None = None  # after which no rank can be relied on
 
@@ -224,7 +230,7 @@ class Policy:
         ]
         start = (
             str(self.model_path),
-            _settings(self.recipe, self.model_path),
+            _settings(self.recipe, self.model_path, self.logs),
             len(self.places),
             seats.meeting_point(),
         )
@@ -235,6 +241,8 @@ class Policy:
     def __exit__(self, *error: object) -> None:
         import ray
 
+        if error[0] is None and self.recipe.trainer.optimizer.offload == "nvme":  # after an error it stays as it is
+            ray.wait([w.discard.remote() for w in self.workers], num_returns=len(self.workers), timeout=DISCARD_S)
         for worker in self.workers:
             ray.kill(worker)
 
@@ -354,10 +362,12 @@ class Policy:
             raise
 
 
-def _settings(recipe: Recipe, model_path: Path) -> Any:
+def _settings(recipe: Recipe, model_path: Path, logs: Path) -> Any:
+    """logs: of this run and no other, so that its state on NVMe is in the way of nobody's but its own earlier one's."""
     from beam_rl.megatron.settings import TrainerSettings
 
     t = recipe.trainer
+    nvme = t.optimizer.nvme.path
     return TrainerSettings(
         precision=t.precision,
         numerics=t.numerics,
@@ -370,6 +380,7 @@ def _settings(recipe: Recipe, model_path: Path) -> Any:
         recompute=t.recompute,
         collective_timeout_s=t.collective_timeout_s,
         chunk_tokens=t.logprob_chunk_tokens,
+        nvme_folder=str(folder_for(logs, Path(nvme))) if nvme else None,
         adapter=adapter_for(recipe, model_path),
         adapter_folder=start_adapter(recipe),
     )

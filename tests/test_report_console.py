@@ -49,6 +49,7 @@ time/hold_s time/turn_s time/idle_s rollout/continued rollout/engine_restarts ro
 rollout/tokens rollout/tokens_per_s rollout/truncated rollout/staleness sampling/dropped_groups verifier/timeouts
 verifier/errors loss/policy loss/clip_fraction loss/entropy loss/kl optim/grad_norm optim/router_grad_norm
 optim/skipped_updates optim/lr memory/gpu_peak_bytes memory/host_peak_bytes nvme/read_bytes nvme/write_bytes
+nvme/seconds
 """.split()
 
 

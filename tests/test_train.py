@@ -55,7 +55,8 @@ def whole(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def resumed(folder: Path) -> Iterator[Path]:
     """A run that was told to end after step 1, whose trainer was killed after step 2, and that went on both times."""
-    out = folder / "resumed"
+    out, disk = folder / "resumed", folder / "disk"
+    on_nvme = ["trainer.optimizer.offload=nvme", f"trainer.optimizer.nvme.path={disk}"]
     process = start(out)
     wait_for_step(out, 1, process)
     for member in runs.members(out):
@@ -71,14 +72,16 @@ def resumed(folder: Path) -> Iterator[Path]:
     )
 
     reported = metrics(out)[-1]["step"]
-    process = start(out, "--resume")
+    process = start(out, "--resume", *on_nvme)
     wait_for_step(out, reported + 1, process)
     runs.kill_rank(out, 0)
     asked = time.monotonic()
     _, err = finish(process, out, code=1)
     assert time.monotonic() - asked < 30
     assert len(err.splitlines()) == 1 and "trainer rank 0 died at" in err and "trainer-0.log" in err, err
-    run(out, "--resume", "cluster.placement=disaggregated")  # where they are changes no number
+    (left,) = disk.glob("nvme-*/rank_0/manifest.json")
+    assert json.loads(left.read_text())["updates"] >= 2 * (reported + 1)
+    run(out, "--resume", *on_nvme, "cluster.placement=disaggregated")  # where they are changes no number
     return out
 
 
@@ -121,11 +124,21 @@ def test_a_samples_reward_is_its_text_judged(whole):
 def test_an_interrupted_run_goes_on_as_the_whole_one_did(whole, resumed):
     for step in range(1, STEPS + 1):
         assert samples(resumed, step) == samples(whole, step)
-    for there, here in zip(metrics(whole), metrics(resumed), strict=True):
-        timed = ("time/", "sync/seconds", "rollout/tokens_per_s", "memory/")
-        assert {k: v for k, v in here.items() if not k.startswith(timed)} == {
-            k: v for k, v in there.items() if not k.startswith(timed)
-        }
+    assert untimed(metrics(resumed)) == untimed(metrics(whole))
+
+
+def untimed(lines: list[dict]) -> list[dict]:
+    """What two runs must agree on."""
+    others = ("time/", "sync/seconds", "rollout/tokens_per_s", "memory/", "nvme/")
+    return [{k: v for k, v in line.items() if not k.startswith(others)} for line in lines]
+
+
+def test_optimizer_state_on_nvme_changed_no_number_and_is_gone_after_the_run(whole, resumed, folder):
+    """The resumed run had it there in its later steps, across a kill; its numbers are compared above."""
+    written = [line["nvme/write_bytes"] for line in metrics(resumed) if "nvme/write_bytes" in line]
+    assert len(written) >= 2 and min(written) > 10**6
+    assert [line["nvme/read_bytes"] for line in metrics(resumed) if "nvme/read_bytes" in line] == written
+    assert not list((folder / "disk").iterdir()), "a run that ends well leaves no state"
 
 
 def test_a_runs_folder_keeps_no_secret_of_its_environment(whole):

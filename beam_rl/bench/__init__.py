@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from beam_rl.bench.logprob import logprob
 from beam_rl.bench.moe_lora import moe_lora
+from beam_rl.bench.nvme import nvme
 from beam_rl.bench.sync import sync
 
-BENCHES: dict[str, Callable[..., None]] = {"logprob": logprob, "moe-lora": moe_lora, "sync": sync}
+BENCHES: dict[str, Callable[..., None]] = {"logprob": logprob, "moe-lora": moe_lora, "nvme": nvme, "sync": sync}

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from beam_rl.errors import InputError
 from beam_rl.megatron import ranks
 from beam_rl.megatron.model import BeamModel
-from beam_rl.megatron.optimizer import get_step, is_distributed, parameter_state, set_step
+from beam_rl.megatron.optimizer import get_step, is_distributed, parameter_state, rewriting, set_step, streamed_state
 
 _STEP = "optimizer.step"
 _ADAPTER = "adapter.json"
@@ -79,6 +79,8 @@ class HostCopy:
 
 def live_state(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> State:
     """What this rank has to write of the training state, in its own memory; every rank calls it."""
+    if streamed := streamed_state(optimizer):
+        streamed.require_whole()
     pieces = {key: [p for p in found if p.written_here] for key, found in _pieces(models, optimizer).items()}
     own = _random_states()
     step = ranks.largest(get_step(optimizer), models[0].config.device)
@@ -121,8 +123,9 @@ def load(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer
     # Of another number of ranks, some have no random state here: theirs stays as the seed made it.
     random = {key: value for key, value in _random_states().items() if key in stored}
     state: dict[str, Any] = {key: _for_torch(found) for key, found in pieces.items()}
-    dcp.load(state | random | {_STEP: step}, storage_reader=reader)
-    set_step(optimizer, int(step))
+    with rewriting(optimizer):
+        dcp.load(state | random | {_STEP: step}, storage_reader=reader)
+        set_step(optimizer, int(step))
     _restore_random_states(random)
 
 

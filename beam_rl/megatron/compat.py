@@ -194,6 +194,19 @@ def optimizer_shards(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int]]:
             yield parameter, main, starts[parameter]
 
 
+def replace_adam(optimizer: Any, adam: Any) -> None:
+    """Makes one of Megatron's optimizers call `adam.step()`, which writes the weights itself, and frees its FP32 copies.
+
+    Megatron 0.19 would copy every main parameter into its weight after the step; those have no memory any more. They
+    stay in its lists with their shapes, since it hands gradients and clipping over on them.
+    """
+    optimizer.optimizer = adam
+    optimizer._copy_main_params_to_model_params = lambda: None
+    names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+    for main in (main for name in names for group in getattr(optimizer, name, ()) for main in group):
+        main.untyped_storage().resize_(0)
+
+
 # --- what they import -------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,7 @@ class Offload:
                 pieces.append(_Piece(storage, storage.nbytes(), end if kept else -1, frozen=name == "frozen"))
                 end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT if kept else 0
             self.parts[name] = pieces
-        self.host = _page_locked(end)
+        self.host = page_locked(end)
         self.on_gpu: OnGpu = "all"
 
     def put(self, on_gpu: OnGpu) -> int:
@@ -111,7 +111,7 @@ def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _page_locked(nbytes: int) -> Tensor:
+def page_locked(nbytes: int) -> Tensor:
     """(nbytes,) uint8 that a GPU copies from and to at full speed; torch's own would be rounded up to a power of two."""
     host = torch.empty(nbytes, dtype=torch.uint8)
     if torch.cuda.is_available() and nbytes:

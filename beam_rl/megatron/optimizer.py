@@ -1,13 +1,15 @@
 """Adam over a Megatron model: FP32 main parameters, moments and gradient buffers, one learning rate per update.
 
 Norms, gate biases and other 1-D parameters have no weight decay. With Megatron's distributed optimizer each
-data-parallel rank has a part of the main parameters and moments, and of the summed gradients. Knows nothing about
-losses, schedules or files.
+data-parallel rank has a part of the main parameters and moments, and of the summed gradients. They may live in host
+memory or in files (`beam_rl.megatron.nvme`). Knows nothing about losses and schedules.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,9 +21,12 @@ from torch import Tensor, nn
 
 from beam_rl.megatron import compat
 from beam_rl.megatron.model import BeamModel
+from beam_rl.megatron.nvme.adam import counts_per_parameter
+from beam_rl.megatron.nvme.optimizer import Part, StreamedAdam, StreamedState
 from beam_rl.recipe.tree import Optimizer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS: tuple[Literal["exp_avg", "exp_avg_sq"], ...] = ("exp_avg", "exp_avg_sq")
+MOMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def with_gradient_buffers(model: BeamModel, distributed: bool) -> DistributedDataParallel:
@@ -46,8 +51,16 @@ def with_gradient_buffers(model: BeamModel, distributed: bool) -> DistributedDat
     return DistributedDataParallel(config=model.config, ddp_config=settings, module=model, **parts)
 
 
-def make_optimizer(model: Sequence[DistributedDataParallel], recipe: Optimizer) -> MegatronOptimizer:
-    """AdamW with the recipe's settings and gradient clipping by global norm; `model`: the chunks of this rank."""
+def make_optimizer(
+    model: Sequence[DistributedDataParallel], recipe: Optimizer, folder: Path | None = None
+) -> MegatronOptimizer:
+    """AdamW with the recipe's settings and gradient clipping by global norm.
+
+    Args:
+        model: the chunks of this rank. folder: this rank's own, for `offload: nvme`.
+    Raises:
+        InputError, DiskError: the folder can't be used, or has no room for the state.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=recipe.lr,
@@ -64,8 +77,50 @@ def make_optimizer(model: Sequence[DistributedDataParallel], recipe: Optimizer) 
     for group in optimizer.param_groups:
         # Megatron applies this factor in its own schedule of learning rate and decay, which we don't use.
         group["weight_decay"] = recipe.weight_decay * group["wd_mult"]
-    _create_moments(optimizer)
+    if recipe.offload == "none":
+        _create_moments(optimizer)
+    else:
+        assert (folder is not None) == (recipe.offload == "nvme")
+        _stream(optimizer, model, recipe, folder)
     return optimizer
+
+
+def _stream(optimizer: MegatronOptimizer, model: Sequence[nn.Module], recipe: Optimizer, folder: Path | None) -> None:
+    """Moves main parameters and moments into a store; Megatron's optimizers get them from there in every step."""
+    adams = _adams(optimizer)
+    groups = [(adam, group) for adam in adams for group in adam.param_groups]
+    group_of = {id(main): i for i, (_, group) in enumerate(groups) for main in group["params"]}
+    parts = []
+    for i, chunk in enumerate(model):
+        mine = owned(chunk, optimizer)
+        for name, parameter in chunk.named_parameters():
+            if part := mine.get(parameter):
+                parts.append(Part(f"{i}.{name}", parameter, part.key, part.start, group_of[id(part.key)]))
+    if parts:
+        nvme = recipe.nvme
+        state = StreamedState(parts, groups, folder, nvme.block_bytes, MOMENT_TYPES[nvme.moments])
+        wrapped = [StreamedAdam(adam, state, first=adam is adams[0]) for adam in adams]
+        for megatrons, adam in zip([p for p in _parts(optimizer) if p.optimizer is not None], wrapped, strict=True):
+            compat.replace_adam(megatrons, adam)
+
+
+def streamed_state(optimizer: MegatronOptimizer) -> StreamedState | None:
+    """What this rank keeps in host memory or in files; None where it keeps it with the weights, or trains nothing."""
+    return next((adam.streamed for adam in _adams(optimizer) if isinstance(adam, StreamedAdam)), None)
+
+
+def prefetch(optimizer: MegatronOptimizer) -> None:
+    """Begins to read the state from files that the next update will need."""
+    if state := streamed_state(optimizer):
+        state.prefetch()
+
+
+@contextlib.contextmanager
+def rewriting(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Inside, what `parameter_state` has yielded may be written to, and `set_step` called."""
+    state = streamed_state(optimizer)
+    with state.rewriting() if state else contextlib.nullcontext():
+        yield
 
 
 def _create_moments(optimizer: MegatronOptimizer) -> None:
@@ -74,7 +129,7 @@ def _create_moments(optimizer: MegatronOptimizer) -> None:
         for group in adam.param_groups:
             for main in group["params"]:
                 adam.state[main] = {name: torch.zeros_like(main) for name in MOMENTS}
-                if _counts_per_parameter(adam):
+                if counts_per_parameter(adam):
                     adam.state[main]["step"] = torch.tensor(0.0)
 
 
@@ -83,7 +138,8 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+def _adams(optimizer: MegatronOptimizer) -> list[Any]:
+    """torch's or Transformer Engine's, or what took their place."""
     return [part.optimizer for part in _parts(optimizer) if part.optimizer is not None]
 
 
@@ -122,19 +178,22 @@ def owned(model: nn.Module, optimizer: MegatronOptimizer) -> dict[nn.Parameter, 
 
 
 def parameter_state(model: nn.Module, optimizer: MegatronOptimizer) -> Iterator[tuple[str, str, Tensor, int]]:
-    """What a checkpoint must hold besides the weights: (kind, parameter's name, flat FP32 tensor, where it begins).
+    """What a checkpoint must hold besides the weights: (kind, parameter's name, flat live tensor, where it begins).
 
-    The kinds are Adam's two moments and, for weights that are not FP32 themselves, `main`.
+    The kinds are Adam's two moments (FP32, or as `nvme.moments` says) and, for weights that are not FP32 themselves,
+    `main`. Of a state in files the tensors are views of the files, which take no memory.
     """
+    streamed = streamed_state(optimizer)
     states = {id(main): state for adam in _adams(optimizer) for main, state in adam.state.items()}
     mine = owned(model, optimizer)
     for name, parameter in model.named_parameters():
         if (part := mine.get(parameter)) is None:
             continue
         if parameter.dtype != torch.float32:
-            yield "main", name, part.main, part.start
+            yield "main", name, streamed.view("main", part.key) if streamed else part.main, part.start
         for moment in MOMENTS:
-            yield moment, name, states[id(part.key)][moment].view(-1), part.start
+            flat = streamed.view(moment, part.key) if streamed else states[id(part.key)][moment].view(-1)
+            yield moment, name, flat, part.start
 
 
 def state_tensors(optimizer: MegatronOptimizer, device: torch.device) -> list[Tensor]:
@@ -164,20 +223,20 @@ def router_gradient_norm(models: Sequence[BeamModel], optimizer: MegatronOptimiz
 
 def get_step(optimizer: MegatronOptimizer) -> int:
     """Updates that Adam has made; 0 on a rank that trains nothing."""
+    if state := streamed_state(optimizer):
+        return state.updates
     steps = [0]
     for adam in _adams(optimizer):
-        counters = list(adam.state.values())[:1] if _counts_per_parameter(adam) else adam.param_groups
+        counters = list(adam.state.values())[:1] if counts_per_parameter(adam) else adam.param_groups
         steps += [int(counter.get("step", 0)) for counter in counters]
     return max(steps)
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
+    """Call it inside `rewriting`."""
+    if state := streamed_state(optimizer):
+        return state.set_updates(step)
     for adam in _adams(optimizer):
-        counters = adam.state.values() if _counts_per_parameter(adam) else adam.param_groups
+        counters = adam.state.values() if counts_per_parameter(adam) else adam.param_groups
         for counter in counters:
-            counter["step"] = torch.tensor(float(step)) if _counts_per_parameter(adam) else step
-
-
-def _counts_per_parameter(adam: torch.optim.Optimizer) -> bool:
-    """torch's Adam does; Transformer Engine's fused one has a step for each group."""
-    return isinstance(adam, torch.optim.Adam | torch.optim.AdamW)
+            counter["step"] = torch.tensor(float(step)) if counts_per_parameter(adam) else step

@@ -4,6 +4,7 @@ A rank is driven from outside with micro-batches; every rank gets the same calls
 injected. Knows nothing about Ray, vLLM, rewards or recipes.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -28,12 +29,15 @@ from beam_rl.megatron.export import export_checkpoint
 from beam_rl.megatron.logprobs import token_logprobs
 from beam_rl.megatron.lora import AdaptedModel
 from beam_rl.megatron.model import BeamModel, build_chunks, config_from_hf, layout_fields
+from beam_rl.megatron.nvme.optimizer import Moved
 from beam_rl.megatron.offload import Held
 from beam_rl.megatron.optimizer import (
     make_optimizer,
+    prefetch,
     router_gradient_norm,
     set_lr,
     state_tensors,
+    streamed_state,
     with_gradient_buffers,
 )
 from beam_rl.megatron.packing import Agreement, Pack, pack
@@ -78,7 +82,7 @@ class Trainer:
         self.checkpoint.load_into(self.chunks)
         self.adapted = self._adapted(settings.adapter) if settings.adapter else None
         self.ddp = [with_gradient_buffers(chunk, settings.optimizer.distributed) for chunk in self.chunks]
-        self.optimizer = make_optimizer(self.ddp, settings.optimizer)
+        self.optimizer = make_optimizer(self.ddp, settings.optimizer, self._nvme_folder(rank))
         self._reference: dict[str, Tensor] | None = None  # on the host
         self._host_copy = checkpoint.HostCopy()
         self._staged: checkpoint.State | None = None  # in it
@@ -100,8 +104,24 @@ class Trainer:
             adapted.load(tensors)
         return adapted
 
+    def _nvme_folder(self, rank: int) -> Path | None:
+        if self.settings.optimizer.offload != "nvme":
+            return None
+        assert self.settings.nvme_folder is not None
+        return Path(self.settings.nvme_folder) / f"rank_{rank}"
+
+    def discard(self) -> None:
+        """Removes the optimizer's state, if it is in files; the trainer can make no update after this."""
+        if state := streamed_state(self.optimizer):
+            state.close(discard=True)
+        if (folder := self._nvme_folder(dist.get_rank())) is not None:
+            with contextlib.suppress(OSError):  # other ranks' folders are still there
+                folder.parent.rmdir()
+
     def close(self) -> None:
         """Leaves the group of ranks; the process may start another trainer."""
+        if state := streamed_state(self.optimizer):
+            state.close()
         ranks.leave()
 
     # --- scoring -------------------------------------------------------------------------------------------
@@ -172,6 +192,7 @@ class Trainer:
             FloatingPointError: the loss or a gradient is not finite; no weight has changed.
         """
         self._check_counts(len(micro_batches))
+        prefetch(self.optimizer)
         for chunk, ddp in zip(self.chunks, self.ddp, strict=True):
             chunk.train()
             ddp.zero_grad_buffer()
@@ -196,7 +217,19 @@ class Trainer:
         metrics = self._metrics(totals)
         set_lr(self.optimizer, lr)
         _, grad_norm, _ = self.optimizer.step()
-        return metrics | {"optim/grad_norm": float(grad_norm), "optim/lr": lr}
+        return metrics | {"optim/grad_norm": float(grad_norm), "optim/lr": lr} | self._nvme_metrics()
+
+    def _nvme_metrics(self) -> dict[str, float]:
+        """What this update moved, over all ranks, and the seconds of the slowest."""
+        if self.settings.optimizer.offload != "nvme":
+            return {}
+        state = streamed_state(self.optimizer)
+        moved = state.take_moved() if state else Moved(0, 0, 0.0)
+        counts = torch.tensor([moved.read_bytes, moved.write_bytes], device=self.device)
+        dist.all_reduce(counts)
+        read, written = counts.tolist()
+        seconds = ranks.largest(round(moved.seconds * 1e6), self.device) / 1e6
+        return {"nvme/read_bytes": read, "nvme/write_bytes": written, "nvme/seconds": seconds}
 
     def _loss(self, hidden: Tensor, batch: MicroBatch, pack: Pack, objective: Objective) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the loss, and its part of the metrics' sums."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 LOWEST_TEMPERATURE = 0.01  # of vLLM, above greedy
 PATIENCE = 1.2  # of the ranks that wait while the first one waits for an engine, in units of the engine's own time
+PAGE_BYTES, SMALLEST_BLOCK_BYTES = 4096, 65536
 
 
 def check(recipe: "Recipe") -> None:
@@ -26,6 +27,7 @@ def check(recipe: "Recipe") -> None:
         *_times(recipe),
         *_algorithm(recipe),
         *_evaluation(recipe),
+        *_offload(recipe),
     ):
         raise ValueError(problem)
 
@@ -159,4 +161,24 @@ def _evaluation(recipe: "Recipe") -> Iterator[str]:
         yield (
             f"eval.samples_per_prompt = {recipe.eval.samples_per_prompt}: at eval.temperature = 0 all samples of a "
             "prompt are the same; use 1"
+        )
+
+
+def _offload(recipe: "Recipe") -> Iterator[str]:
+    optimizer = recipe.trainer.optimizer
+    size = optimizer.nvme.block_bytes
+    if optimizer.offload == "nvme" and not optimizer.nvme.path:
+        yield (
+            "trainer.optimizer.nvme.path is missing: with trainer.optimizer.offload = nvme, name a folder on each node's "
+            "own NVMe"
+        )
+    if size % PAGE_BYTES or size < SMALLEST_BLOCK_BYTES:
+        yield (
+            f"trainer.optimizer.nvme.block_bytes = {size}: direct I/O wants a multiple of {PAGE_BYTES}, and at least "
+            f"{SMALLEST_BLOCK_BYTES}; {max(SMALLEST_BLOCK_BYTES, size // PAGE_BYTES * PAGE_BYTES)} would do"
+        )
+    if optimizer.nvme.moments == "bf16" and optimizer.offload == "none":
+        yield (
+            "trainer.optimizer.nvme.moments = bf16: only with trainer.optimizer.offload = cpu or nvme; without, moments "
+            "are FP32"
         )

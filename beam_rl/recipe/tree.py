@@ -152,6 +152,16 @@ class Algorithm(Section):
     )
 
 
+class Nvme(Section):
+    path: str | None = Field(None, description="a folder on each node's own NVMe; a run makes one of its own in it")
+    block_bytes: Positive = Field(
+        64 * 2**20, description="of the state that is read, updated and written at once; five are in memory"
+    )
+    moments: Literal["fp32", "bf16"] = Field(
+        "fp32", description="how Adam's moments are kept (offload: cpu or nvme); bf16 rounds them after every update"
+    )
+
+
 class Optimizer(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-6
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -161,6 +171,11 @@ class Optimizer(Section):
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
     warmup_updates: Count = 0
     distributed: Switch = Field(True, description="each data-parallel rank holds a part of Adam's state, not all of it")
+    offload: Literal["none", "cpu", "nvme"] = Field(
+        "none",
+        description="where FP32 main parameters and Adam's moments live: with the weights, in host memory, in files",
+    )
+    nvme: Nvme = Nvme()
 
 
 class Parallel(Section):

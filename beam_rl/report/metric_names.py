@@ -72,6 +72,9 @@ METRICS: dict[str, Metric] = {
     "turn/bytes": Metric("bytes", "moved between shared GPUs and host memory for the trainer, since the start"),
     "nvme/read_bytes": Metric("bytes", "read from NVMe in the step"),
     "nvme/write_bytes": Metric("bytes", "written to NVMe in the step"),
+    "nvme/seconds": Metric(
+        "s", "reading, updating and writing optimizer state in the step's updates, the slowest rank"
+    ),
 }
 
 
