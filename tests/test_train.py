@@ -79,7 +79,7 @@ def resumed(folder: Path) -> Iterator[Path]:
     _, err = finish(process, out, code=1)
     assert time.monotonic() - asked < 30
     assert len(err.splitlines()) == 1 and "trainer rank 0 died at" in err and "trainer-0.log" in err, err
-    (left,) = disk.glob("nvme-*/rank_0/manifest.json")
+    (left,) = disk.glob("resumed-*/rank_0/manifest.json")
     assert json.loads(left.read_text())["updates"] >= 2 * (reported + 1)
     run(out, "--resume", *on_nvme, "cluster.placement=disaggregated")  # where they are changes no number
     return out
