@@ -14,7 +14,6 @@ from torch import Tensor
 from beam_rl.rollout.sync.bucket import Assembler, Bucket, from_metadata
 from beam_rl.rollout.sync.transport import SyncError
 
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT_BYTES, LARGEST_KEPT = 2**30, 32 * 2**20  # the latter is glibc's own limit
 
