@@ -153,6 +153,18 @@ def engines(rng: random.Random, folder: Path) -> Iterator[Kill]:
             yield found
 
 
+def node(folder: Path) -> Kill:
+    """The raylet of a node that holds one of two engines; another node joins when the run has gone on without it."""
+    from beam_rl.tiny import cached_tiny
+
+    program = Path(__file__).with_name("node_loss.py")
+    command = [sys.executable, program, cached_tiny(0), folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]  # it looks for what is lost itself
+    took = json.loads(done.stdout.splitlines()[-1])["recovery_s"]
+    return Kill("Ray node of engine 1", "between steps", "SIGKILL", "goes on, and on a new node", "nothing", took)
+
+
 def chain(cases: Sequence[Case], folder: Path, recipe: Sequence[str] = ()) -> list[Kill]:
     """Strikes one run again and again; a row for each case. Raises AssertionError where something was lost.
 
@@ -244,7 +256,7 @@ def table(kills: Sequence[Kill]) -> str:
 def main(write: bool, seed: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         kills = [*chain(cases(random.Random(seed)), Path(folder)), *verifiers(random.Random(seed))]
-        kills += engines(random.Random(seed), Path(folder))
+        kills += [*engines(random.Random(seed), Path(folder)), node(Path(folder, "node"))]
     text = table(kills)
     print(text)
     if write:

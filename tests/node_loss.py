@@ -7,6 +7,7 @@ see `two_nodes.py`, which sets what Ray reads when it is imported.
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,18 +40,20 @@ def main(tiny: str, folder: str) -> None:
                 slots = live.loop.engines.slots
                 before = addresses(slots)
                 live.loop.step()
+                struck = time.monotonic()
                 cluster.remove_node(second, allow_graceful=False)
                 live.step_until(lambda: any(slot.seat.host == "" for slot in slots))
                 alone = live.loop.engines.serving()
                 live.loop.step()
                 cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3", **SMALL_NODE)
                 live.step_until(live.all_serve)
+                took = time.monotonic() - struck
                 live.loop.step()
                 live.nothing_lost()
                 weights = [live.weights_of(i, ROUTER).tobytes() for i in (0, 1)]
                 live.loop.check_engines()
                 said = {"before": before, "alone": alone, "after": addresses(slots), "equal": weights[0] == weights[1]}
-                print(json.dumps(said | {"restarts": [slot.restarts for slot in slots]}))
+                print(json.dumps(said | {"restarts": [slot.restarts for slot in slots], "recovery_s": took}))
         finally:
             ray.shutdown()
             cluster.shutdown()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 MIB = 2**20
-SLACK_BYTES = 40 * MIB  # code that loads on first use, and what malloc keeps
+SLACK_BYTES = (40 + 32) * MIB  # code that loads on first use; what malloc keeps for the next tensor
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the CPU")

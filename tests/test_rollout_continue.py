@@ -15,7 +15,7 @@ from beam_rl.samples import Completion, Request
 
 pytest_plugins = ["rollout_fixtures"]
 
-LOGP_TOLERANCE = 1e-5
+LOGP_TOLERANCE = 2e-5
 
 
 def requests(count: int, prompt: int, response: int, seed: int) -> list[Request]:
