@@ -194,6 +194,7 @@ class Engines:
         while left and not self._hushed:
             if slot.state != "serving":  # lost since it was chosen
                 slot = await self._least_loaded()
+                continue  # unless all are to be quiet by now
             actor, count = slot.actor, len(left)
             slot.load += count
             try:

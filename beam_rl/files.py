@@ -1,4 +1,4 @@
-"""Folders that are complete or absent, and folders for one owner."""
+"""Folders that are complete or absent, folders for one owner, and what is on the disk for certain."""
 
 import contextlib
 import hashlib
@@ -27,6 +27,15 @@ def whole_folder(target: Path) -> Iterator[Path]:
 def folder_for(owner: Path, parent: Path) -> Path:
     """A folder in `parent` that is this owner's and, most likely, no other's: of its path."""
     return parent / f"{owner.parent.name}-{hashlib.sha256(str(owner).encode()).hexdigest()[:8]}"
+
+
+def sync_path(path: Path) -> None:
+    """Returns when a file's bytes, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _umask() -> int:

@@ -25,6 +25,7 @@ import yaml
 
 from beam_rl.credentials import hide
 from beam_rl.errors import InputError
+from beam_rl.files import sync_path
 
 LOGGER = logging.getLogger("beam_rl")
 
@@ -303,7 +304,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(target.parent)
+    sync_path(target.parent)
 
 
 def remove_folder(path: Path) -> None:
@@ -323,12 +324,12 @@ def write_file(path: Path, text: str) -> None:
     temporary = path.parent / f".{path.name}.tmp"
     try:
         temporary.write_text(text, encoding="utf-8")
-        _sync(temporary)
+        sync_path(temporary)
         temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync_path(path.parent)
 
 
 def read_metrics(folder: Path) -> Iterator[Json]:
@@ -517,17 +518,9 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _sync_tree(folder: Path) -> None:
     for path in _files(folder):
-        _sync(path)
+        sync_path(path)
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync_path(path)
 
 
 def _disk_error(error: BaseException | None) -> str | None:

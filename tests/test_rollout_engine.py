@@ -30,7 +30,7 @@ pytest_plugins = ["rollout_fixtures"]
 
 TINY = Path(__file__).parents[1] / "recipes" / "tiny_cpu.yaml"
 
-LOGP_TOLERANCE = 2e-5
+LOGP_TOLERANCE = 1e-5
 
 
 def requests(count: int, prompt: int, response: int, seed: int, temperature: float = 1.0) -> list[Request]:

@@ -141,15 +141,6 @@ def aligned(nbytes: int) -> Tensor:
     return memory[start : start + nbytes]
 
 
-def sync_folder(folder: Path) -> None:
-    """Returns when the names in it are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _open(path: Path, flags: int) -> tuple[int, bool]:
     try:
         return os.open(path, flags | os.O_DIRECT, 0o644), True

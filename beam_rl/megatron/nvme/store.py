@@ -20,7 +20,8 @@ import xxhash
 from torch import Tensor
 
 from beam_rl.errors import InputError
-from beam_rl.megatron.nvme.disk import KEY, DiskError, File, Threads, Transfer, aligned, as_bytes, sync_folder
+from beam_rl.files import sync_path
+from beam_rl.megatron.nvme.disk import KEY, DiskError, File, Threads, Transfer, aligned, as_bytes
 from beam_rl.megatron.nvme.layout import FORMAT, Kind, Layout
 from beam_rl.megatron.offload import page_locked
 
@@ -171,7 +172,7 @@ class FileStore:
                 _path(folder, generation).unlink(missing_ok=True)
             for generation in (0, 1):
                 files.append(File(_path(folder, generation), layout.nbytes, create=True))
-            sync_folder(folder)
+            sync_path(folder)
         except BaseException:
             for file in files:
                 file.path.unlink()
@@ -248,7 +249,7 @@ class FileStore:
     def rewrite(self) -> None:
         """From now on the state is being written to through `view`; a process that ends here leaves none."""
         (self.folder / MANIFEST).unlink(missing_ok=True)
-        sync_folder(self.folder)
+        sync_path(self.folder)
 
     def rewritten(self, updates: int) -> None:
         self._files[self.generation].sync()
@@ -363,7 +364,7 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         new.rename(folder / MANIFEST)
-        sync_folder(folder)
+        sync_path(folder)
     except OSError as error:
         raise DiskError(f"{KEY}: can't write {folder / MANIFEST}: {(error.strerror or str(error)).lower()}") from error
 
