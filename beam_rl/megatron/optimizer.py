@@ -117,7 +117,7 @@ def prefetch(optimizer: MegatronOptimizer) -> None:
 
 @contextlib.contextmanager
 def rewriting(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Inside, what `parameter_state` has yielded may be written to, and `set_step` called."""
+    """Inside, what `parameter_state` yields may be written to, and `set_step` called."""
     state = streamed_state(optimizer)
     with state.rewriting() if state else contextlib.nullcontext():
         yield
