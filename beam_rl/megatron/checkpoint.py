@@ -199,7 +199,6 @@ def _pieces(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> dict[s
                 for box, offset in _boxes(flat, start - begin, tuple(shard.data.shape)):
                     at = tuple(a + b for a, b in zip(shard.global_offset, offset, strict=True))
                     written_here = _is_main(shard, any_replica=is_distributed(optimizer))
-                    # A kind of a parameter lies in one piece in a snapshot, however it is cut into blocks.
                     byte = None if first is None else first + (box.data_ptr() - flat.data_ptr())
                     piece = Piece(box, at, tuple(shard.global_shape), written_here, byte)
                     pieces[f"optimizer.{kind}.{shard.key}"].append(piece)

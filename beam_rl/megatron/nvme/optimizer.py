@@ -137,7 +137,7 @@ class StreamedState:
 
     def place(self, kind: Kind, main: Tensor) -> int | None:
         """The byte in a snapshot at which what `view` gives begins; None of a state in host memory, which has none."""
-        return self.store.place(kind, self._index[id(main)]) if isinstance(self.store, FileStore) else None
+        return self.store.layout.place(kind, self._index[id(main)]) if isinstance(self.store, FileStore) else None
 
     def require_whole(self) -> None:
         """Raises RuntimeError where weights and state may not belong together."""

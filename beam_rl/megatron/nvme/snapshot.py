@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,7 +116,11 @@ class SavedState:
         if size != self.nbytes:
             self._file.close()
             raise InputError(f"{self.path} has {size} bytes, should have {self.nbytes}: the checkpoint is torn")
-        self._whole = torch.from_numpy(np.memmap(self._file, np.uint8, "c"))
+        with (
+            warnings.catch_warnings()
+        ):  # read-only: a private copy that could be written to may not be larger than memory
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            self._whole = torch.from_numpy(np.memmap(self._file, np.uint8, "r"))
         self._pool = ThreadPoolExecutor(DEPTH, "state")
 
     def block_at(self, offset: int) -> int:

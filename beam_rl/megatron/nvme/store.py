@@ -28,7 +28,8 @@ from beam_rl.megatron.nvme.snapshot import Snapshot
 from beam_rl.megatron.offload import page_locked
 
 MANIFEST, LOCK = "manifest.json", ".lock"
-SAVING, NEW = "saving", ".new"  # the name of a generation on its way to a checkpoint; a file that has no place yet
+SAVING = "saving"  # the second name of a generation on its way to a checkpoint
+NEW, NEW_MANIFEST = ".new", f".{MANIFEST}.new"  # before they take the places of others
 Sections = dict[Kind, Tensor]  # a block's values by their kind, flat
 Fill = Callable[[int, Sections], None]  # gives a block its first values; it comes zeroed
 
@@ -155,7 +156,7 @@ class FileStore:
     """In a folder that one process holds at a time. Make it with `create` or `open`."""
 
     def __init__(self, folder: Path, layout: Layout, lock: int, files: Sequence[File]) -> None:
-        self.folder, self.layout, self._lock, self._files = folder, layout, lock, files
+        self.folder, self.layout, self._lock, self._files = folder, layout, lock, list(files)
         self.threads = Threads()
         self.updates, self.read_bytes, self.write_bytes = 0, 0, 0
         self.generation = 0  # of the state
@@ -257,8 +258,7 @@ class FileStore:
         """Over the page cache, so that no memory is taken: what is read or written here goes past direct I/O."""
         layout, n = self.layout, self.layout.shards[shard].numel
         dtype = layout.dtype(kind)
-        place = self.place(kind, shard)
-        raw = np.memmap(self.path(self.generation), np.uint8, "r+", place, (n * dtype.itemsize,))
+        raw = np.memmap(self.path(self.generation), np.uint8, "r+", layout.place(kind, shard), (n * dtype.itemsize,))
         return torch.from_numpy(raw).view(dtype)
 
     def snapshot(self, owner: str) -> Snapshot:
@@ -275,10 +275,6 @@ class FileStore:
             reason = (error.strerror or str(error)).lower()
             raise DiskError(f"{KEY}: can't give {self.path(self.generation)} a second name: {reason}") from error
         return Snapshot(link, owner, self.layout, self.updates, self._sums)
-
-    def place(self, kind: Kind, shard: int) -> int:
-        """The byte in a snapshot at which what `view` gives begins."""
-        return self.layout.offset(kind) + self.layout.positions[shard] * self.layout.dtype(kind).itemsize
 
     def rewrite(self) -> None:
         """From now on the state is being written to through views that are taken after this; a process that ends here
@@ -407,7 +403,7 @@ def _check_manifest(folder: Path, manifest: dict[str, Any], layout: Layout) -> N
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Beside the old one, on the disk, and then in its place."""
-    new = folder / f".{MANIFEST}.new"
+    new = folder / NEW_MANIFEST
     try:
         with new.open("w", encoding="utf-8") as file:
             file.write(json.dumps(manifest | {"checksum": _checksum(manifest)}, indent=1) + "\n")
@@ -429,7 +425,8 @@ def _path(folder: Path, generation: int) -> Path:
 
 def _clean(folder: Path) -> None:
     """Removes what a killed process was about to give away or to take."""
-    for path in (folder / SAVING, *(_path(folder, generation).with_suffix(NEW) for generation in (0, 1))):
+    new = (_path(folder, generation).with_suffix(NEW) for generation in (0, 1))
+    for path in (folder / SAVING, folder / NEW_MANIFEST, *new):
         path.unlink(missing_ok=True)
 
 
