@@ -17,6 +17,7 @@ import torch
 from test_nvme_optimizer import close, everything, same, trainer, update
 from test_nvme_store import forked_from_a_process_that_has_torch, made
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from beam_rl.errors import InputError
 from beam_rl.megatron.nvme.disk import DiskError
@@ -159,6 +160,7 @@ def test_a_kill_between_a_snapshot_and_the_updates_after_it_loses_nothing(tmp_pa
     made(folder).close()
     context, draw, of = forked_from_a_process_that_has_torch(), random.Random(3), steps.layout()
     seen: set[str] = set()
+    whole = 0
     # Names and syncs, which are where it is decided, in each of their turns; and blocks' writes.
     moments = [(name, turn) for name in ("fsync", "rename", "link", "posix_fallocate") for turn in (1, 2, 4, 5)]
     moments += [("pwritev", draw.randint(1, 300)) for _ in range(KILLS - len(moments))]
@@ -176,7 +178,9 @@ def test_a_kill_between_a_snapshot_and_the_updates_after_it_loses_nothing(tmp_pa
         assert names == {".lock", "generation_0", "generation_1", "manifest.json"}, "what the kill left is gone"
         store.close()
         for complete in (kept / str(number)).glob("[0-9]*"):
+            whole += 1
             assert equal(saved(complete), steps.expected(int(complete.name))), (name, turn)
+    assert whole > KILLS / 2
     assert {"saving", "generation_0.new"} <= seen, "kills have come while a file had no place of its own"
 
 
@@ -306,6 +310,29 @@ def test_an_update_without_room_for_a_new_file_changes_nothing_and_the_trainer_c
     (other := trainer("none", tmp_path)).load(tmp_path / "again")
     assert same(everything(other), expected)
     close(streamed)
+
+
+def test_a_copy_that_does_not_fit_is_told_and_leaves_nothing_beside_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed, elsewhere = trainer("nvme", tmp_path / "nvme"), Path(tempfile.mkdtemp(dir="/dev/shm"))
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    streamed.stage()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", full)
+        with pytest.raises(CheckpointException, match="No space left on device"):
+            streamed.write(elsewhere)
+    names = {path.name for path in (tmp_path / "nvme" / "rank_0").iterdir()}
+    assert names == {".lock", "generation_0", "generation_1", "manifest.json"}
+    update(streamed, range(2))
+    assert streamed.save(elsewhere / "again") == "copy"
+    (other := trainer("none", tmp_path)).load(elsewhere / "again")
+    assert same(everything(other), everything(streamed))
+    close(streamed)
+    shutil.rmtree(elsewhere)
 
 
 def test_what_every_rank_holds_a_copy_of_is_saved_by_one(tmp_path: Path) -> None:

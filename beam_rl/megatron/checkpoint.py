@@ -114,15 +114,15 @@ def write(folder: Path, state: State, adapter: About | None) -> SavedBy | None:
     Returns how this rank's optimizer state has come there, if it was in files.
     """
     group = ranks.write_group()
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        if adapter:
-            (folder / _ADAPTER).write_text(json.dumps(adapter, indent=1) + "\n")
-    dist.barrier(group)
-    tensors = {key: _for_torch(found) for key, found in state.pieces.items()}
     places = {(key, p.offset): p.at for key, found in state.pieces.items() for p in found if p.at is not None}
     writer = Writer(folder, state.snapshot, places)
     try:
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            if adapter:
+                (folder / _ADAPTER).write_text(json.dumps(adapter, indent=1) + "\n")
+        dist.barrier(group)
+        tensors = {key: _for_torch(found) for key, found in state.pieces.items()}
         dcp.save(tensors | state.own, storage_writer=writer, process_group=group)
     finally:
         if state.snapshot:
