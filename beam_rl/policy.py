@@ -187,13 +187,17 @@ class PolicyWorker:
         return self.offload.put(what)
 
     def save(self, folder: str) -> None:
-        self.trainer.save(Path(folder))
+        self._tell_saved(folder, self.trainer.save(Path(folder)))
 
     def stage(self) -> None:
         self.trainer.stage()
 
     def write(self, folder: str) -> None:
-        self.trainer.write(Path(folder))
+        self._tell_saved(folder, self.trainer.write(Path(folder)))
+
+    def _tell_saved(self, folder: str, how: str | None) -> None:
+        if how:
+            print(f"{folder} has the optimizer's state as a {how} of the file on NVMe", flush=True)
 
     def load(self, folder: str) -> None:
         self.trainer.load(Path(folder))

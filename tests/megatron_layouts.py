@@ -25,7 +25,7 @@ from beam_rl.adapter_files import merged, read_adapter
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
 from beam_rl.layout import PADDING, cut_routes, even_out, pad
 from beam_rl.lora import Adapter
-from beam_rl.megatron.checkpoint import Reader
+from beam_rl.megatron.checkpoint_files import Reader
 from beam_rl.megatron.optimizer import is_distributed, owned
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.recipe.tree import Optimizer, Parallel

@@ -108,3 +108,30 @@ def killed_at(folder: Path, call: int) -> None:
     training = Training(FileStore.open(folder, layout()))
     for _ in range(1000):
         training.update()
+
+
+def killed_while_saving(folder: Path, checkpoints: Path, name: str, turn: int) -> None:
+    """Goes on with the state in `folder`, and puts a snapshot into a folder of `checkpoints` after every second update,
+    which gets the update's number for a name when it is whole. Dies in the call `turn` of the system call `name`."""
+    torch.set_num_threads(1)
+    left, real = turn, getattr(os, name)
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    checkpoints.mkdir()
+    training = Training(FileStore.open(folder, layout()))
+    setattr(os, name, dying)
+    for number in range(1000):
+        if number % 2 == 0:
+            snapshot = training.store.snapshot("rank_0")
+            updates = training.store.updates
+            training.update()
+            (partial := checkpoints / "partial").mkdir()
+            snapshot.put(partial)
+            partial.replace(checkpoints / str(updates))
+        training.update()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from beam_rl.algorithms.losses import LossInputs, TokenLoss
 from beam_rl.errors import InputError
-from beam_rl.megatron.checkpoint import IndexUnpickler, Reader
+from beam_rl.megatron.checkpoint_files import IndexUnpickler, Reader
 from beam_rl.recipe.tree import Optimizer, Parallel
 from beam_rl.samples import MicroBatch
 

@@ -262,6 +262,7 @@ def test_a_checkpoint_moves_between_layouts_and_kinds(
     for ours, theirs, other in zip(ranks[0]["streamed"], ranks[0]["stayed"], ranks[1]["streamed"], strict=True):
         assert layouts.same_bits(ours, theirs) and layouts.same_bits(ours, other)
     last = str(len(CHAINS[name][1]) - 1)
+    assert len(list((tmp_path / "streamed" / last).glob("rank_*.state"))) == 2, "saved by reference"
     expected = layouts.read_checkpoint(tmp_path / "stayed" / last)
     assert same(layouts.read_checkpoint(tmp_path / "streamed" / last), expected)
     alone = trainer("nvme", tmp_path / "alone")

@@ -139,6 +139,9 @@ def test_optimizer_state_on_nvme_changed_no_number_and_is_gone_after_the_run(who
     assert len(written) >= 2 and min(written) > 10**6
     assert [line["nvme/read_bytes"] for line in metrics(resumed) if "nvme/read_bytes" in line] == written
     assert not list((folder / "disk").iterdir()), "a run that ends well leaves no state"
+    assert (
+        "has the optimizer's state as a hard link of the file on NVMe" in (resumed / "logs/trainer-0.log").read_text()
+    )
 
 
 def test_a_runs_folder_keeps_no_secret_of_its_environment(whole):

@@ -3,15 +3,14 @@
 Frozen weights are left out: they come from the checkpoint that training started from, and a file says which that is.
 Every value is written once, as a part of a global tensor, in torch's distributed-checkpoint format: Megatron says which
 part of which weight a rank holds, and the distributed optimizer which part of that. So another parallel layout can read
-it back. No file holds pickled code: tensors are read with `weights_only`, the index by an unpickler that knows the
+it back. An optimizer's state in files is not written at all: the checkpoint gets a second name of the file. No file
+holds pickled code: tensors are read with `weights_only`, the index by an unpickler that knows the
 index's own classes only, and none of them for objects other than tensors, which torch would unpickle.
 Knows nothing about HF checkpoints or about where a run keeps its folders.
 """
 
-import io
 import json
 import math
-import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,12 +31,22 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.api import CheckpointException
 
 from beam_rl.errors import InputError
 from beam_rl.megatron import ranks
+from beam_rl.megatron.checkpoint_files import Reader, Writer
 from beam_rl.megatron.model import BeamModel
-from beam_rl.megatron.optimizer import get_step, is_distributed, parameter_state, rewriting, set_step, streamed_state
+from beam_rl.megatron.nvme.snapshot import SavedBy, Snapshot
+from beam_rl.megatron.optimizer import (
+    get_step,
+    is_distributed,
+    owned,
+    parameter_state,
+    rewriting,
+    set_step,
+    streamed_state,
+)
 
 _STEP = "optimizer.step"
 _ADAPTER = "adapter.json"
@@ -50,6 +59,7 @@ class State:
 
     pieces: "dict[str, list[Piece]]"
     own: dict[str, Tensor]
+    snapshot: Snapshot | None = None  # which has the bytes of the pieces that have none here
 
 
 class HostCopy:
@@ -62,12 +72,12 @@ class HostCopy:
     def of(self, state: State) -> State:
         """The state as it is now; what the copies before this one held is overwritten."""
         pieces = {
-            key: [replace(piece, data=self._copy((key, i), piece.data)) for i, piece in enumerate(found)]
+            key: [p if p.data.is_meta else replace(p, data=self._copy((key, i), p.data)) for i, p in enumerate(found)]
             for key, found in state.pieces.items()
         }
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return State(pieces, state.own)
+        return replace(state, pieces=pieces)
 
     def _copy(self, name: tuple[str, int], data: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
@@ -78,31 +88,46 @@ class HostCopy:
 
 
 def live_state(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> State:
-    """What this rank has to write of the training state, in its own memory; every rank calls it."""
-    if streamed := streamed_state(optimizer):
+    """What this rank has to write of the training state, in its own memory; every rank calls it.
+
+    Of an optimizer's state in files it is a snapshot, which is as it is now whatever updates follow; `write` takes it away.
+    """
+    streamed = streamed_state(optimizer)
+    if streamed:
         streamed.require_whole()
-    pieces = {key: [p for p in found if p.written_here] for key, found in _pieces(models, optimizer).items()}
+    held = _pieces(models, optimizer)
+    pieces = {key: [p.without_bytes() for p in found if p.written_here] for key, found in held.items()}
+    referred = any(piece.at is not None for found in pieces.values() for piece in found)
+    snapshot = streamed.snapshot(f"rank_{dist.get_rank()}") if streamed and referred else None
     own = _random_states()
     step = ranks.largest(get_step(optimizer), models[0].config.device)
     if dist.get_rank() == 0:
         own[_STEP] = torch.tensor(step)
-    return State({key: found for key, found in pieces.items() if found}, own)
+    return State({key: found for key, found in pieces.items() if found}, own, snapshot)
 
 
 @torch.no_grad()
-def write(folder: Path, state: State, adapter: About | None) -> None:
+def write(folder: Path, state: State, adapter: About | None) -> SavedBy | None:
     """Writes the state of all ranks into `folder`; every rank calls it, from any thread. Complete when it returns.
 
     adapter: of a model with an adapter, its "base" and its "shape": what the state means nothing without.
+    Returns how this rank's optimizer state has come there, if it was in files.
     """
     group = ranks.write_group()
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        if adapter:
-            (folder / _ADAPTER).write_text(json.dumps(adapter, indent=1) + "\n")
-    dist.barrier(group)
-    tensors = {key: _for_torch(found) for key, found in state.pieces.items()}
-    dcp.save(tensors | state.own, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), process_group=group)
+    places = {(key, p.offset): p.at for key, found in state.pieces.items() for p in found if p.at is not None}
+    writer = Writer(folder, state.snapshot, places)
+    try:
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            if adapter:
+                (folder / _ADAPTER).write_text(json.dumps(adapter, indent=1) + "\n")
+        dist.barrier(group)
+        tensors = {key: _for_torch(found) for key, found in state.pieces.items()}
+        dcp.save(tensors | state.own, storage_writer=writer, process_group=group)
+    finally:
+        if state.snapshot:
+            state.snapshot.drop()
+    return writer.saved_by
 
 
 @torch.no_grad()
@@ -110,33 +135,42 @@ def load(folder: Path, models: Sequence[BeamModel], optimizer: MegatronOptimizer
     """Reads back what `write` wrote, in place; every rank calls it.
 
     Raises:
-        InputError: the folder holds no complete checkpoint, or one of another model, base or adapter.
+        InputError: the folder holds no complete checkpoint, or one of another model, base or adapter; or, told on every
+            rank, a file of an optimizer's state is missing, torn, damaged or of another checkpoint.
     """
     if not (folder / ".metadata").is_file():
         raise InputError(f"{folder} holds no complete trainer checkpoint")
     _check_adapter(folder, adapter)
     reader = Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
-    pieces = _pieces(models, optimizer)
-    _check_shapes(folder, pieces, stored)
+    _check_shapes(folder, _pieces(models, optimizer), stored)
     step = torch.tensor(0)
     # Of another number of ranks, some have no random state here: theirs stays as the seed made it.
     random = {key: value for key, value in _random_states().items() if key in stored}
-    state: dict[str, Any] = {key: _for_torch(found) for key, found in pieces.items()}
     with rewriting(optimizer):
-        dcp.load(state | random | {_STEP: step}, storage_reader=reader)
+        # Taken anew: a state whose files a checkpoint holds too has got a new one.
+        state: dict[str, Any] = {key: _for_torch(found) for key, found in _pieces(models, optimizer).items()}
+        try:
+            dcp.load(state | random | {_STEP: step}, storage_reader=reader)
+        except CheckpointException as error:
+            raise next((e for e, _ in error.failures.values() if isinstance(e, InputError)), error) from None
         set_step(optimizer, int(step))
     _restore_random_states(random)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a global tensor that this rank holds; `data` is live."""
+    """A box of a global tensor that this rank holds; `data` is live, or on the meta device if a snapshot has it."""
 
     data: Tensor
     offset: tuple[int, ...]
     global_shape: tuple[int, ...]
     written_here: bool  # other ranks that hold it don't write it
+    at: int | None = None  # the byte of a snapshot at which it begins, if it is one's
+
+    def without_bytes(self) -> "Piece":
+        """As a snapshot would have it: not even a mapping of the file is kept."""
+        return self if self.at is None else replace(self, data=torch.empty_like(self.data, device="meta"))
 
 
 def _pieces(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> dict[str, list[Piece]]:
@@ -147,7 +181,9 @@ def _pieces(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> dict[s
         "singleton_local_shards": True,
     }
     pieces: dict[str, list[Piece]] = defaultdict(list)
+    streamed = streamed_state(optimizer)
     for model in models:
+        mine = owned(model, optimizer)
         parameters = dict(model.named_parameters())
         shards = _shards(model, layout)
         if not all(parameter.requires_grad for parameter in parameters.values()):
@@ -156,14 +192,15 @@ def _pieces(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> dict[s
             whole = Piece(shard.data.detach(), tuple(shard.global_offset), tuple(shard.global_shape), _is_main(shard))
             pieces[f"model.{shard.key}"].append(whole)
         for kind, name, flat, start in parameter_state(model, optimizer):
+            first = streamed.place(kind, mine[parameters[name]].key) if streamed else None
             for shard in shards[name]:
                 # Gate and up are one parameter in the model and two tensors here: views of it, one after the other.
                 begin = shard.data.storage_offset() - parameters[name].storage_offset()
                 for box, offset in _boxes(flat, start - begin, tuple(shard.data.shape)):
                     at = tuple(a + b for a, b in zip(shard.global_offset, offset, strict=True))
-                    piece = Piece(
-                        box, at, tuple(shard.global_shape), _is_main(shard, any_replica=is_distributed(optimizer))
-                    )
+                    written_here = _is_main(shard, any_replica=is_distributed(optimizer))
+                    byte = None if first is None else first + (box.data_ptr() - flat.data_ptr())
+                    piece = Piece(box, at, tuple(shard.global_shape), written_here, byte)
                     pieces[f"optimizer.{kind}.{shard.key}"].append(piece)
     return dict(pieces)
 
@@ -269,45 +306,3 @@ def _restore_random_states(states: dict[str, Tensor]) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(named.pop("cuda"))
     get_cuda_rng_tracker().set_states(named)
-
-
-_INDEX_CLASSES = {
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "device"},
-    "pathlib": {"PosixPath"},
-}
-
-
-class IndexUnpickler(pickle.Unpickler):
-    """torch keeps a distributed checkpoint's index as a pickle; this makes the index's own objects and nothing else.
-
-    Names are taken whole: pickle would follow a dotted one ("os.system") through an allowed module.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        dtype = module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or name in _INDEX_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which does not belong there")
-
-
-class Reader(dcp.FileSystemReader):
-    """Reads a checkpoint whose index is not trusted."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        try:
-            metadata = IndexUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
-        except pickle.UnpicklingError as error:
-            raise InputError(f"{self.path} is not one of our checkpoints: {error}") from None
-        metadata.storage_meta = dcp.metadata.StorageMeta(load_id=self.load_id)
-        return metadata

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from beam_rl.megatron import compat
 from beam_rl.megatron.model import BeamModel
 from beam_rl.megatron.nvme.adam import counts_per_parameter
+from beam_rl.megatron.nvme.layout import Kind
 from beam_rl.megatron.nvme.optimizer import Part, StreamedAdam, StreamedState
 from beam_rl.recipe.tree import Optimizer
 
@@ -117,7 +118,7 @@ def prefetch(optimizer: MegatronOptimizer) -> None:
 
 @contextlib.contextmanager
 def rewriting(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Inside, what `parameter_state` has yielded may be written to, and `set_step` called."""
+    """Inside, what `parameter_state` yields may be written to, and `set_step` called."""
     state = streamed_state(optimizer)
     with state.rewriting() if state else contextlib.nullcontext():
         yield
@@ -177,7 +178,7 @@ def owned(model: nn.Module, optimizer: MegatronOptimizer) -> dict[nn.Parameter, 
     return {p: Owned(getattr(p, "main_param", p), 0) for p in model.parameters() if p.requires_grad}
 
 
-def parameter_state(model: nn.Module, optimizer: MegatronOptimizer) -> Iterator[tuple[str, str, Tensor, int]]:
+def parameter_state(model: nn.Module, optimizer: MegatronOptimizer) -> Iterator[tuple[Kind, str, Tensor, int]]:
     """What a checkpoint must hold besides the weights: (kind, parameter's name, flat live tensor, where it begins).
 
     The kinds are Adam's two moments (FP32, or as `nvme.moments` says) and, for weights that are not FP32 themselves,

@@ -30,6 +30,7 @@ from beam_rl.megatron.logprobs import token_logprobs
 from beam_rl.megatron.lora import AdaptedModel
 from beam_rl.megatron.model import BeamModel, build_chunks, config_from_hf, layout_fields
 from beam_rl.megatron.nvme.optimizer import Moved
+from beam_rl.megatron.nvme.snapshot import SavedBy
 from beam_rl.megatron.offload import Held
 from beam_rl.megatron.optimizer import (
     make_optimizer,
@@ -329,22 +330,23 @@ class Trainer:
             export_checkpoint(tensors, self.checkpoint.folder, folder, self.config.params_dtype)
         dist.barrier()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> SavedBy | None:
         """Writes what a resumed run needs to go on as if nothing had happened; all ranks call it.
 
-        With an adapter, that is the adapter's state, and which checkpoint and shape it belongs to.
+        With an adapter, that is the adapter's state, and which checkpoint and shape it belongs to. Returns how this rank's
+        optimizer state has come there, if it is in files.
         """
-        checkpoint.write(folder, checkpoint.live_state(self.chunks, self.optimizer), self._adapter_about())
+        return checkpoint.write(folder, checkpoint.live_state(self.chunks, self.optimizer), self._adapter_about())
 
     def stage(self) -> None:
-        """The first half of a `save` during which training goes on: copies what there is to write to the host; all
-        ranks call it. The `write` before must have ended."""
+        """The first half of a `save` during which training goes on: copies what there is to write to the host, but for an
+        optimizer's state in files; all ranks call it. The `write` before must have ended."""
         self._staged = self._host_copy.of(checkpoint.live_state(self.chunks, self.optimizer))
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> SavedBy | None:
         """The second half: writes what `stage` has copied; all ranks call it, from a thread beside the training."""
         assert self._staged is not None, "write before stage"
-        checkpoint.write(folder, self._staged, self._adapter_about())
+        return checkpoint.write(folder, self._staged, self._adapter_about())
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote; all ranks call it. InputError if the folder does not fit this model."""

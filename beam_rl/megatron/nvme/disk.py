@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from beam_rl.files import sync_path
 from beam_rl.megatron.offload import page_locked
 
 ALIGNMENT = 4096  # of addresses, offsets and sizes, in bytes
@@ -85,6 +86,20 @@ class File:
             os.fdatasync(self._fd)
         except OSError as error:
             raise DiskError(self._told("sync", error)) from error
+
+    @property
+    def shared(self) -> bool:
+        """Whether it has another name, as in a checkpoint: then nothing may be written to it."""
+        return os.fstat(self._fd).st_nlink > 1
+
+    def rename(self, path: Path) -> None:
+        """Takes the place of the file at `path`, if there is one; its name is on the disk when this returns."""
+        try:
+            self.path.rename(path)
+            self.path = path
+            sync_path(path.parent)
+        except OSError as error:
+            raise DiskError(self._told("rename", error)) from error
 
     def close(self) -> None:
         if self._fd >= 0:

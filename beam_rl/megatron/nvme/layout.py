@@ -79,6 +79,10 @@ class Layout:
         moments = self.elements * self.moments.itemsize
         return {"main": 0, "exp_avg": 4 * self.mains, "exp_avg_sq": 4 * self.mains + moments}[kind]
 
+    def place(self, kind: Kind, shard: int) -> int:
+        """The first byte of a kind of a shard, which lies there in one piece however the row is cut into blocks."""
+        return self.offset(kind) + self.positions[shard] * self.dtype(kind).itemsize
+
     @property
     def nbytes(self) -> int:
         """Of one generation."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from beam_rl.megatron.nvme.adam import BlockAdam, Target
 from beam_rl.megatron.nvme.layout import Kind, Shard, plan
 from beam_rl.megatron.nvme.pipeline import Pipeline
+from beam_rl.megatron.nvme.snapshot import Snapshot
 from beam_rl.megatron.nvme.store import FileStore, HostStore, Sections, Store
 
 
@@ -110,16 +111,16 @@ class StreamedState:
         """One update of every block and weight.
 
         Raises:
-            DiskError: the state is as before, but some weights have changed: only `rewriting` can follow.
+            DiskError: the state is as before, but once a block was updated, so were weights: only `rewriting` can follow.
         """
         self.require_whole()
         start, updates, blocks = time.perf_counter(), self.updates, self.store.layout.blocks
 
         def update(index: int, sections: Sections) -> None:
+            self._torn = "an update failed half-way"
             group = blocks[index].group
             self._adams[group].update(blocks[index], sections, self._groups[group], updates)
 
-        self._torn = "an update failed half-way"
         self.pipeline.run(update)
         self.store.commit(updates + 1)
         self._torn = None
@@ -129,6 +130,15 @@ class StreamedState:
         """(numel,) of the part whose main parameter that is to Megatron, live."""
         return self.store.view(kind, self._index[id(main)])
 
+    def snapshot(self, owner: str) -> Snapshot:
+        """Of a state in files, as `FileStore.snapshot`."""
+        assert isinstance(self.store, FileStore)
+        return self.store.snapshot(owner)
+
+    def place(self, kind: Kind, main: Tensor) -> int | None:
+        """The byte in a snapshot at which what `view` gives begins; None of a state in host memory, which has none."""
+        return self.store.layout.place(kind, self._index[id(main)]) if isinstance(self.store, FileStore) else None
+
     def require_whole(self) -> None:
         """Raises RuntimeError where weights and state may not belong together."""
         if self._torn:
@@ -136,7 +146,7 @@ class StreamedState:
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Inside, what `view` gave may be written to, and `set_updates` called."""
+        """Inside, what `view` gives may be written to, and `set_updates` called."""
         self.pipeline.forget()
         self._torn = "loading a checkpoint failed half-way"
         self.store.rewrite()

@@ -47,6 +47,7 @@ class Pipeline:
         Raises:
             DiskError: a block could not be read or written; the store's state is what it was.
         """
+        self.store.begin()
         self.prefetch()
         writing: dict[int, Writing] = {}
         leaving: dict[int, Any] = {}

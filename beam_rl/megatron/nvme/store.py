@@ -2,8 +2,9 @@
 
 Files: two generations of every block, and a manifest that says which one counts, of which update, with a checksum of
 each block. An update reads one generation and writes the other; when all of it is on the disk the manifest is replaced.
-So after a kill at any byte the folder holds the state before the update or the one after it. What is missing, torn, of
-another model or not what was written is refused in one line. Knows nothing about Adam or Megatron.
+So after a kill at any byte the folder holds the state before the update or the one after it. A generation that has been
+given to a checkpoint is never written to: a new file takes its place. What is missing, torn, of another model or not what
+was written is refused in one line. Knows nothing about Adam or Megatron.
 """
 
 import contextlib
@@ -23,9 +24,12 @@ from beam_rl.errors import InputError
 from beam_rl.files import sync_path
 from beam_rl.megatron.nvme.disk import KEY, DiskError, File, Threads, Transfer, aligned, as_bytes
 from beam_rl.megatron.nvme.layout import FORMAT, Kind, Layout
+from beam_rl.megatron.nvme.snapshot import Snapshot
 from beam_rl.megatron.offload import page_locked
 
 MANIFEST, LOCK = "manifest.json", ".lock"
+SAVING = "saving"  # the second name of a generation on its way to a checkpoint
+NEW, NEW_MANIFEST = ".new", f".{MANIFEST}.new"  # before they take the places of others
 Sections = dict[Kind, Tensor]  # a block's values by their kind, flat
 Fill = Callable[[int, Sections], None]  # gives a block its first values; it comes zeroed
 
@@ -51,13 +55,17 @@ class Store(Protocol):
 
     def read(self, index: int, slot: Tensor | None) -> Reading: ...
 
+    def begin(self) -> None:
+        """Before the first `write` since the last commit; nothing has changed if this raises."""
+
     def write(self, index: int, sections: Sections) -> Writing: ...
 
     def commit(self, updates: int) -> None:
         """Every block has been written since the last commit: from now on that is the state, after `updates`."""
 
     def view(self, kind: Kind, shard: int) -> Tensor:
-        """(numel,) of a shard, live: for a checkpoint to read from, and between `rewrite` and `rewritten` to write to."""
+        """(numel,) of a shard, live: for a checkpoint to read from. Taken after `rewrite`, it may be written to until
+        `rewritten`."""
 
     def rewrite(self) -> None: ...
 
@@ -95,6 +103,9 @@ class HostStore:
 
     def read(self, index: int, slot: Tensor | None) -> _Done:
         return _Done(self._block(index))
+
+    def begin(self) -> None:
+        pass
 
     def write(self, index: int, sections: Sections) -> _Done:
         return _Done(sections)
@@ -145,7 +156,7 @@ class FileStore:
     """In a folder that one process holds at a time. Make it with `create` or `open`."""
 
     def __init__(self, folder: Path, layout: Layout, lock: int, files: Sequence[File]) -> None:
-        self.folder, self.layout, self._lock, self._files = folder, layout, lock, files
+        self.folder, self.layout, self._lock, self._files = folder, layout, lock, list(files)
         self.threads = Threads()
         self.updates, self.read_bytes, self.write_bytes = 0, 0, 0
         self.generation = 0  # of the state
@@ -170,6 +181,7 @@ class FileStore:
             (folder / MANIFEST).unlink(missing_ok=True)
             for generation in (0, 1):  # both old ones go before the first new one takes their room
                 _path(folder, generation).unlink(missing_ok=True)
+            _clean(folder)
             for generation in (0, 1):
                 files.append(File(_path(folder, generation), layout.nbytes, create=True))
             sync_path(folder)
@@ -203,6 +215,7 @@ class FileStore:
         _check_manifest(folder, manifest, layout)
         lock = _lock(folder)
         try:
+            _clean(folder)
             files = [File(_path(folder, g), layout.nbytes) for g in (0, 1)]
         except BaseException:
             os.close(lock)
@@ -223,6 +236,9 @@ class FileStore:
             self._transfer(index, sections, self.generation, "read"), sections, self._checker(index, due)
         )
 
+    def begin(self) -> None:
+        self._make_own(1 - self.generation)
+
     def write(self, index: int, sections: Sections) -> _FileWriting:
         """sections: those that `read` gave, or ones in aligned memory."""
 
@@ -242,14 +258,30 @@ class FileStore:
         """Over the page cache, so that no memory is taken: what is read or written here goes past direct I/O."""
         layout, n = self.layout, self.layout.shards[shard].numel
         dtype = layout.dtype(kind)
-        offset = layout.offset(kind) + layout.positions[shard] * dtype.itemsize
-        raw = np.memmap(self.path(self.generation), np.uint8, "r+", offset, (n * dtype.itemsize,))
+        raw = np.memmap(self.path(self.generation), np.uint8, "r+", layout.place(kind, shard), (n * dtype.itemsize,))
         return torch.from_numpy(raw).view(dtype)
 
+    def snapshot(self, owner: str) -> Snapshot:
+        """The state as it is now, to be put into a checkpoint while updates go on; in the place of a snapshot before it
+        that was put nowhere. At once: it is a second name of the file.
+
+        owner: "rank_N".
+        """
+        link = self.folder / SAVING
+        try:
+            link.unlink(missing_ok=True)
+            link.hardlink_to(self.path(self.generation))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise DiskError(f"{KEY}: can't give {self.path(self.generation)} a second name: {reason}") from error
+        return Snapshot(link, owner, self.layout, self.updates, self._sums)
+
     def rewrite(self) -> None:
-        """From now on the state is being written to through `view`; a process that ends here leaves none."""
+        """From now on the state is being written to through views that are taken after this; a process that ends here
+        leaves none."""
         (self.folder / MANIFEST).unlink(missing_ok=True)
         sync_path(self.folder)
+        self._make_own(self.generation)
 
     def rewritten(self, updates: int) -> None:
         self._files[self.generation].sync()
@@ -266,6 +298,7 @@ class FileStore:
         if discard and self._lock >= 0:
             for name in (MANIFEST, self.path(0).name, self.path(1).name, LOCK):
                 (self.folder / name).unlink(missing_ok=True)
+            _clean(self.folder)
             with contextlib.suppress(OSError):  # somebody has put other files there
                 self.folder.rmdir()
         for file in self._files:
@@ -276,6 +309,19 @@ class FileStore:
 
     def path(self, generation: int) -> Path:
         return _path(self.folder, generation)
+
+    def _make_own(self, generation: int) -> None:
+        """If a checkpoint has this generation's file too, a new one takes its place, whose space is reserved."""
+        old, path = self._files[generation], self.path(generation)
+        if not old.shared:
+            return
+        try:
+            new = File(path.with_suffix(NEW), self.layout.nbytes, create=True)
+        except DiskError as error:
+            raise DiskError(f"{error}; a checkpoint holds {path}, so that a new file is needed") from error
+        new.rename(path)
+        self._files[generation] = new
+        old.close()
 
     def _sections(self, index: int, slot: Tensor) -> Sections:
         sections, at = {}, 0
@@ -357,7 +403,7 @@ def _check_manifest(folder: Path, manifest: dict[str, Any], layout: Layout) -> N
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Beside the old one, on the disk, and then in its place."""
-    new = folder / f".{MANIFEST}.new"
+    new = folder / NEW_MANIFEST
     try:
         with new.open("w", encoding="utf-8") as file:
             file.write(json.dumps(manifest | {"checksum": _checksum(manifest)}, indent=1) + "\n")
@@ -375,6 +421,13 @@ def _checksum(manifest: dict[str, Any]) -> str:
 
 def _path(folder: Path, generation: int) -> Path:
     return folder / f"generation_{generation}"
+
+
+def _clean(folder: Path) -> None:
+    """Removes what a killed process was about to give away or to take."""
+    new = (_path(folder, generation).with_suffix(NEW) for generation in (0, 1))
+    for path in (folder / SAVING, folder / NEW_MANIFEST, *new):
+        path.unlink(missing_ok=True)
 
 
 def _lock(folder: Path) -> int:
