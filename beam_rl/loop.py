@@ -98,6 +98,8 @@ class Loop:
 
     def begin(self) -> None:
         """The state to start from, in the trainer and in every engine; what it has not reported yet is reported."""
+        if self.recipe.trainer.wait_in == "nvme" and not self.turns.shared:
+            self.report.warn("trainer.wait_in = nvme does nothing here: trainer and engines share no GPU")
         if self.run.resumed:
             with self.report.phase("loading the checkpoint", once=True):
                 self.state = State(**self.run.resumed.state)
@@ -149,8 +151,7 @@ class Loop:
         counters = self.engines.take_counters()
         for cause in counters.causes:
             self.report.warn(f"started anew: {cause}")
-        moved: dict[str, float] = {"turn/bytes": self.turns.bytes} if self.turns.shared else {}
-        return {"rollout/engine_restarts": counters.restarts, "rollout/redone": counters.redone} | moved
+        return {"rollout/engine_restarts": counters.restarts, "rollout/redone": counters.redone}
 
     def shown(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """As many samples as the recipe wants to see, from as many prompts as can be."""
@@ -162,6 +163,7 @@ class Loop:
             self.rollouts.hold()
         with step.phase("syncing", "sync"), held(), self.turns.to_engines():
             step.log(sync_metrics(self.weights.bring(step.number)))
+        step.log(self.turns.take_metrics())
 
     def check_engines(self) -> None:
         """Trainer and engines agree on a few responses before anything is built on them."""

@@ -4,6 +4,7 @@ Splits a step's mini-batches over the data-parallel ranks, ships each micro-batc
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ DOING = {
     "stage": "saving",
     "write": "writing a checkpoint",
     "load": "loading a checkpoint",
+    "put_on_gpu": "leaving its GPU or returning to it",
     "rest": "idle",
 }
 SYNC_PATIENCE = 3  # in sync.deadline_s: what opens a sync ends by itself within that
@@ -55,6 +57,18 @@ class Sent:
     bytes: int = 0
     buckets: int = 0
     checksum: str | None = None  # of the adapter, as an engine that got all of it holds it; None for all weights
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Between GPUs that trainer and engines share, and the place where the trainer's state waits."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Copied") -> "Copied":
+        """One after the other."""
+        return Copied(self.bytes + other.bytes, self.seconds + other.seconds)
 
 
 @dataclass(frozen=True)
@@ -178,13 +192,11 @@ class PolicyWorker:
             for _ in tensors:
                 pass
 
-    def put_on_gpu(self, what: "OnGpu") -> int:
-        """Moves the rest of the trainer's state to host memory; the bytes copied."""
-        if self.offload is None:
-            from beam_rl.megatron.offload import Offload
-
-            self.offload = Offload(self.trainer.held())
-        return self.offload.put(what)
+    def put_on_gpu(self, what: "OnGpu") -> Copied:
+        """Moves the rest of the trainer's state to where it waits."""
+        self.offload = self.offload or self.trainer.offload()
+        start = time.perf_counter()
+        return Copied(self.offload.put(what), time.perf_counter() - start)
 
     def save(self, folder: str) -> None:
         self._tell_saved(folder, self.trainer.save(Path(folder)))
@@ -307,9 +319,11 @@ class Policy:
         """Streams what the policy trains to the engines' actors. Raises SyncError."""
         return self._all("send_weights", engines)[0]
 
-    def put_on_gpu(self, what: "OnGpu") -> int:
-        """What of the trainer's state is on the GPUs from now on, the rest in host memory; the bytes copied by all."""
-        return sum(self._all("put_on_gpu", what))
+    def put_on_gpu(self, what: "OnGpu") -> Copied:
+        """What of the trainer's state is on the GPUs from now on, the rest where `trainer.wait_in` says; the bytes that all
+        ranks have copied, and the seconds of the slowest."""
+        copied = self._all("put_on_gpu", what)
+        return Copied(sum(rank.bytes for rank in copied), max(rank.seconds for rank in copied))
 
     def save(self, folder: Path, timeout_s: float | None = None) -> None:
         self._all("save", str(folder), timeout_s=timeout_s)
@@ -383,6 +397,7 @@ def _settings(recipe: Recipe, model_path: Path, logs: Path) -> Any:
         parallel=t.parallel,
         recompute=t.recompute,
         collective_timeout_s=t.collective_timeout_s,
+        wait_in=t.wait_in,
         chunk_tokens=t.logprob_chunk_tokens,
         nvme_folder=str(folder_for(logs, Path(nvme))) if nvme else None,
         adapter=adapter_for(recipe, model_path),

@@ -37,6 +37,7 @@ RESUMABLE = (
     "trainer.optimizer.offload",
     "trainer.optimizer.nvme.path",
     "trainer.optimizer.nvme.block_bytes",
+    "trainer.wait_in",
     "checkpoint.",
     "eval.",
     "logging.",

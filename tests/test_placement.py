@@ -12,6 +12,7 @@ import torch
 from beam_rl.errors import InputError
 from beam_rl.megatron.offload import Held, Offload
 from beam_rl.placement import Shelf, for_pace, place
+from beam_rl.policy import Copied
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Recipe
 from beam_rl.seats import Seat, free_port
@@ -100,9 +101,10 @@ class SharedGpu:
         self.trainer, self.caches = "nothing", ["weights", "kv_cache"] * engines
         self.history: list[str] = []
 
-    def put_on_gpu(self, what: str) -> int:
+    def put_on_gpu(self, what: str) -> Copied:
         self.trainer = what
-        return self._look(f"trainer {what}")
+        self._look(f"trainer {what}")
+        return Copied(8, 0.5)
 
     def all_alive(self) -> bool:
         return True
@@ -111,11 +113,10 @@ class SharedGpu:
         self.caches = [] if method == "sleep" else self.caches + [part] * 2
         self._look(f"engines {method} {part}".strip())
 
-    def _look(self, event: str) -> int:
+    def _look(self, event: str) -> None:
         assert self.trainer == "nothing" or "kv_cache" not in self.caches
         assert self.trainer != "all" or not self.caches
         self.history.append(event)
-        return 8
 
 
 def test_trainer_and_engines_are_never_both_on_a_shared_gpu() -> None:
@@ -130,7 +131,8 @@ def test_trainer_and_engines_are_never_both_on_a_shared_gpu() -> None:
         with turns.to_engines():
             pass
         assert gpu.trainer == "nothing" and set(gpu.caches) == {"weights", "kv_cache"}
-    assert gpu.history.count("trainer all") == 2 and turns.bytes == 8 * sum("trainer" in e for e in gpu.history)
+    moves = sum("trainer" in event for event in gpu.history)
+    assert gpu.history.count("trainer all") == 2 and turns.copied == Copied(8 * moves, moves * 0.5)
 
 
 def test_a_failed_sync_leaves_the_gpu_to_the_engines() -> None:
@@ -147,7 +149,7 @@ def test_where_nothing_is_shared_nothing_moves() -> None:
     turns.to_trainer()
     with turns.to_engines():
         pass
-    assert gpu.history == [] and turns.bytes == 0
+    assert gpu.history == [] and turns.take_metrics() == {}
 
 
 def test_offloaded_state_returns_bit_for_bit_and_its_views_stay_views() -> None:
@@ -157,7 +159,7 @@ def test_offloaded_state_returns_bit_for_bit_and_its_views_stay_views() -> None:
     before = [t.clone() for t in (buffer, frozen, moment)]
     offload = Offload(Held([frozen], weights, [gradients], [main, moment]))
     assert (
-        len(offload.host) == 256 + 1280 + 1280
+        offload.place.host_bytes == 256 + 1280 + 1280
     )  # frozen, the weights once although the optimizer has a view, the moment
     assert offload.put("nothing") == 56 + 1200 + 1200
     assert all(t.untyped_storage().nbytes() == 0 for t in (buffer, frozen, moment, gradients))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from beam_rl.loop import Loop, State
+from beam_rl.policy import Copied
 from beam_rl.turns import Turns
 
 
@@ -15,9 +16,9 @@ class Scripted:
     def __init__(self, alive: bool = True) -> None:
         self.alive, self.calls = alive, []
 
-    def put_on_gpu(self, what: str) -> int:
+    def put_on_gpu(self, what: str) -> Copied:
         self.calls.append(f"trainer: {what}")
-        return 1
+        return Copied(1, 0.25)
 
     def all_alive(self) -> bool:
         return self.alive

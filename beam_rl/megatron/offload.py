@@ -1,20 +1,26 @@
-"""Takes what a trainer rank holds on the GPU to page-locked host memory and back, bit for bit.
+"""Takes what a trainer rank holds on the GPU to another place and back, bit for bit.
 
 Works on storages, so every view of them (parameters in Megatron's buffers, the optimizer's shards) stays what it is;
 Megatron's own way (0.19) allocates anew each time and tears an FP32 weight from the optimizer that updates it.
-Host memory is taken once. Gradient buffers are only given back: an update begins by clearing them.
+The place is page-locked host memory, taken once, or a file (`nvme.waiting`). Gradient buffers are only given back: an
+update begins by clearing them.
 """
 
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
 
 OnGpu = Literal["all", "weights", "nothing"]
+PARTS: dict[OnGpu, tuple[str, ...]] = {
+    "all": ("frozen", "weights", "gradients", "rest"),
+    "weights": ("frozen", "weights"),
+    "nothing": (),
+}
 ALIGNMENT = 256  # bytes
 
 
@@ -22,81 +28,133 @@ ALIGNMENT = 256  # bytes
 class Held:
     """A trainer's tensors by what becomes of them. Tensors may share storages; the first list that has one decides."""
 
-    frozen: Sequence[Tensor]  # weights that never change: copied to the host once
+    frozen: Sequence[Tensor]  # weights that never change: copied once
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor]
     rest: Sequence[Tensor]  # the optimizer's
 
 
-@dataclass
-class _Piece:
-    """A storage, and its place in host memory."""
+@dataclass(frozen=True)
+class Piece:
+    """A storage, and where its contents are in its part's place."""
 
     storage: UntypedStorage
     nbytes: int
-    start: int  # in the host's memory; −1: its contents are not kept
-    copied: bool = False  # the host has its contents, and they do not change
-    frozen: bool = False
+    start: int
+
+
+class Place(Protocol):
+    """Has room for every part, whose name and size it was made with."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory that it holds."""
+
+    def take(self, part: str, pieces: Sequence[Piece]) -> None:
+        """All of it is in the place when this returns; the storages stay as they are."""
+
+    def give(self, part: str, pieces: Sequence[Piece]) -> None:
+        """Fills the storages, which have their sizes, with what `take` took."""
+
+
+class HostPlace:
+    """Page-locked host memory."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._memory = {part: page_locked(nbytes) for part, nbytes in sizes.items()}
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self._memory.values())
+
+    def take(self, part: str, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            self._of(part, piece).copy_(as_bytes(piece.storage), non_blocking=True)
+        finish()
+
+    def give(self, part: str, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            as_bytes(piece.storage).copy_(self._of(part, piece), non_blocking=True)
+        finish()
+
+    def _of(self, part: str, piece: Piece) -> Tensor:
+        return self._memory[part][piece.start : piece.start + piece.nbytes]
 
 
 class Offload:
-    """What is on the GPU: everything, the weights (for a sync), or nothing. Starts with everything."""
+    """What is on the GPU: everything, the weights (for a sync, which reads them), or nothing. Starts with everything."""
 
-    def __init__(self, held: Held) -> None:
-        """Takes page-locked host memory for all that is kept."""
+    def __init__(self, held: Held, make_place: Callable[[Mapping[str, int]], Place] = HostPlace) -> None:
+        """Takes room for all that is kept."""
         seen: set[int] = set()
-        end = 0
-        self.parts: dict[str, list[_Piece]] = {}
-        for name in ("frozen", "weights", "gradients", "rest"):
-            pieces = []
-            for storage in _storages(getattr(held, name), seen):
-                kept = name != "gradients"
-                pieces.append(_Piece(storage, storage.nbytes(), end if kept else -1, frozen=name == "frozen"))
-                end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT if kept else 0
-            self.parts[name] = pieces
-        self.host = page_locked(end)
+        self._pieces = {part: _pieces(getattr(held, part), seen) for part in PARTS["all"]}
+        kept = {part: pieces for part, pieces in self._pieces.items() if part != "gradients"}
+        self.place = make_place({part: sum(map(_room, pieces)) for part, pieces in kept.items()})
+        self._kept = frozenset(kept)
+        self._there: set[str] = set()  # parts that the place has as they are
         self.on_gpu: OnGpu = "all"
 
     def put(self, on_gpu: OnGpu) -> int:
-        """Makes that, and nothing else of the trainer's, be on the GPU. Returns the bytes copied."""
-        has, wants = (_parts(what) for what in (self.on_gpu, on_gpu))
-        moved = self._leave([piece for name in has - wants for piece in self.parts[name]])
-        moved += self._return([piece for name in wants - has for piece in self.parts[name]])
-        self.on_gpu = on_gpu
+        """Makes that, and nothing else of the trainer's, be on the GPU. Returns the bytes copied.
+
+        What has not changed since it came is not copied again. After an error nothing is lost: what was on the GPU is
+        there as it was, and what was in the place is there.
+        """
+        has, wants = PARTS[self.on_gpu], PARTS[on_gpu]  # one of them holds the other
+        try:
+            moved = self._leave([part for part in has if part not in wants])
+            moved += self._return([part for part in wants if part not in has])
+            self.on_gpu = on_gpu
+        finally:
+            if self.on_gpu == "all":  # an update may change it
+                self._there &= {"frozen"}
         return moved
 
-    def _leave(self, pieces: list[_Piece]) -> int:
+    def _leave(self, parts: list[str]) -> int:
         moved = 0
-        for piece in pieces:
-            if piece.start >= 0 and not piece.copied:
-                self._in_host(piece).copy_(_bytes(piece.storage), non_blocking=True)
-                moved += piece.nbytes
-                piece.copied = piece.frozen
-        _finish()
-        for piece in pieces:
-            piece.storage.resize_(0)
-        if torch.cuda.is_available():
+        for part in parts:
+            if part in self._kept and part not in self._there:
+                self.place.take(part, self._pieces[part])
+                self._there.add(part)
+                moved += self._nbytes(part)
+        self._free(parts)
+        return moved
+
+    def _return(self, parts: list[str]) -> int:
+        moved = 0
+        try:
+            for part in parts:
+                for piece in self._pieces[part]:
+                    piece.storage.resize_(piece.nbytes)
+                if part in self._kept:
+                    self.place.give(part, self._pieces[part])
+                    moved += self._nbytes(part)
+        except BaseException:
+            self._free(parts)
+            raise
+        return moved
+
+    def _free(self, parts: list[str]) -> None:
+        for part in parts:
+            for piece in self._pieces[part]:
+                piece.storage.resize_(0)
+        if parts and torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return moved
 
-    def _return(self, pieces: list[_Piece]) -> int:
-        moved = 0
-        for piece in pieces:
-            piece.storage.resize_(piece.nbytes)
-            if piece.start >= 0:
-                _bytes(piece.storage).copy_(self._in_host(piece), non_blocking=True)
-                moved += piece.nbytes
-        _finish()
-        return moved
-
-    def _in_host(self, piece: _Piece) -> Tensor:
-        return self.host[piece.start : piece.start + piece.nbytes]
+    def _nbytes(self, part: str) -> int:
+        return sum(piece.nbytes for piece in self._pieces[part])
 
 
-def _parts(on_gpu: OnGpu) -> set[str]:
-    return {"all": {"frozen", "weights", "gradients", "rest"}, "weights": {"frozen", "weights"}, "nothing": set()}[
-        on_gpu
-    ]
+def _pieces(tensors: Iterable[Tensor], seen: set[int]) -> list[Piece]:
+    pieces, end = [], 0
+    for storage in _storages(tensors, seen):
+        pieces.append(Piece(storage, storage.nbytes(), end))
+        end += _room(pieces[-1])
+    return pieces
+
+
+def _room(piece: Piece) -> int:
+    return -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[UntypedStorage]:
@@ -108,7 +166,7 @@ def _storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[UntypedStor
             yield storage
 
 
-def _bytes(storage: UntypedStorage) -> Tensor:
+def as_bytes(storage: UntypedStorage) -> Tensor:
     """(bytes,) uint8 over the storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -132,6 +190,7 @@ def page_locked(nbytes: int) -> Tensor:
     return host
 
 
-def _finish() -> None:
+def finish() -> None:
+    """Returns when the GPU has done what it was asked for."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

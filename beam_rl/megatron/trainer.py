@@ -8,6 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from beam_rl.megatron.lora import AdaptedModel
 from beam_rl.megatron.model import BeamModel, build_chunks, config_from_hf, layout_fields
 from beam_rl.megatron.nvme.optimizer import Moved
 from beam_rl.megatron.nvme.snapshot import SavedBy
-from beam_rl.megatron.offload import Held
+from beam_rl.megatron.nvme.waiting import FilePlace
+from beam_rl.megatron.offload import Held, HostPlace, Offload
 from beam_rl.megatron.optimizer import (
     make_optimizer,
     prefetch,
@@ -304,6 +306,18 @@ class Trainer:
         gradients = [b.grad_data for ddp in self.ddp for b in ddp.buffers + ddp.expert_parallel_buffers]
         frozen = [t for t in weights if self.adapted and isinstance(t, torch.nn.Parameter) and not t.requires_grad]
         return Held(frozen, weights, gradients, state_tensors(self.optimizer, self.device))
+
+    def offload(self) -> Offload:
+        """What takes `held` off the device and back; the room for it is taken now.
+
+        Raises:
+            InputError, DiskError: the folder for it can't be used, or has no room.
+        """
+        nvme = self.settings.optimizer.nvme
+        if self.settings.wait_in == "host":
+            return Offload(self.held(), HostPlace)
+        assert nvme.path is not None
+        return Offload(self.held(), partial(FilePlace, folder=Path(nvme.path), block_bytes=nvme.block_bytes))
 
     def export(self, folder: Path, form: ExportForm = "full") -> None:
         """Writes the policy as HF files; all ranks call it, the first one writes.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from beam_rl.lora import ALL_TARGETS, TOGETHER
+from beam_rl.placement import for_pace
 
 if TYPE_CHECKING:
     from beam_rl.recipe.tree import Recipe
@@ -172,6 +173,18 @@ def _offload(recipe: "Recipe") -> Iterator[str]:
             "trainer.optimizer.nvme.path is missing: with trainer.optimizer.offload = nvme, name a folder on each node's "
             "own NVMe"
         )
+    if recipe.trainer.wait_in == "nvme":
+        placement = recipe.cluster.placement or for_pace(recipe.rollout.pace)
+        if not optimizer.nvme.path:
+            yield (
+                "trainer.optimizer.nvme.path is missing: with trainer.wait_in = nvme, name a folder on each node's own NVMe"
+            )
+        if placement != "colocated":
+            why = "" if recipe.cluster.placement else f"rollout.pace = {recipe.rollout.pace}, so "
+            yield (
+                f"trainer.wait_in = nvme: with {why}cluster.placement = {placement} the trainer keeps its GPUs and never "
+                "has to wait; leave it out, or use colocated"
+            )
     if size % PAGE_BYTES or size < SMALLEST_BLOCK_BYTES:
         yield (
             f"trainer.optimizer.nvme.block_bytes = {size}: direct I/O wants a multiple of {PAGE_BYTES}, and at least "

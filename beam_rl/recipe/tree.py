@@ -218,6 +218,11 @@ class Trainer(Section):
         description="for trainer ranks to wait for each other; then the run ends and names the rank that is missing",
     )
     optimizer: Optimizer = Optimizer()
+    wait_in: Literal["host", "nvme"] = Field(
+        "host",
+        description="where the trainer's state is while engines have the GPUs that they share: in page-locked host memory, "
+        "or in a file in optimizer.nvme.path",
+    )
     parallel: Parallel = Parallel()
 
 

@@ -69,7 +69,8 @@ METRICS: dict[str, Metric] = {
     "optim/lr": Metric("", "learning rate of the step's last update"),
     "memory/gpu_peak_bytes": Metric("bytes", "most GPU memory that a trainer rank held"),
     "memory/host_peak_bytes": Metric("bytes", "most host memory that a trainer rank held"),
-    "turn/bytes": Metric("bytes", "moved between shared GPUs and host memory for the trainer, since the start"),
+    "turn/bytes": Metric("bytes", "copied between shared GPUs and where the trainer waits, since the step before"),
+    "turn/seconds": Metric("s", "that this took, the slowest rank; a part of time/turn_s, time/sync_s and time/save_s"),
     "nvme/read_bytes": Metric("bytes", "read from NVMe in the step"),
     "nvme/write_bytes": Metric("bytes", "written to NVMe in the step"),
     "nvme/seconds": Metric(

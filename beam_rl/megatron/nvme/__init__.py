@@ -6,6 +6,7 @@
     pipeline   reads, updates and writes blocks at once
     adam       an optimizer's own arithmetic, applied to one block
     optimizer  takes the place of the Adam inside Megatron's optimizers
+    waiting    a file for all that a trainer has on its GPU, while engines have it
 
 Only `optimizer` knows Megatron; nothing here knows about checkpoints' formats, recipes or runs.
 """
