@@ -11,8 +11,11 @@ from beam_rl.lora import ALL_TARGETS, Adapter
 from beam_rl.megatron.nvme.waiting import SLOTS, FilePlace
 from beam_rl.megatron.offload import Offload
 from beam_rl.megatron.optimizer import parameter_state
+from beam_rl.policy import Copied, Policy, PolicyWorker, _settings
+from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Nvme, Optimizer
 
+TINY = Path(__file__).parents[1] / "recipes" / "tiny_cpu.yaml"
 ADAPTER = Adapter(rank=8, alpha=16.0, expert_rank=2, expert_alpha=4.0, targets=ALL_TARGETS)
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -79,6 +82,21 @@ def test_on_nvme_host_memory_is_a_few_blocks_and_the_frozen_base_is_written_once
     assert offload.put("weights") + offload.put("nothing") == first - frozen
     assert offload.put("weights") > frozen and offload.put("nothing") == 0, "a sync has changed no weight"
     place.close()
+
+
+def test_a_rank_tells_bytes_and_seconds_and_the_policy_adds_them_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load(TINY, ["trainer.wait_in=nvme", f"trainer.optimizer.nvme.path={tmp_path}"])
+    settings = _settings(recipe, tiny.checkpoint(), tmp_path)
+    worker = PolicyWorker(recipe.algorithm, 0)
+    worker.trainer = tiny.trainer(wait_in=settings.wait_in, optimizer=settings.optimizer)
+    out, back = worker.put_on_gpu("nothing"), worker.put_on_gpu("all")
+    assert worker.offload is not None and isinstance(worker.offload.place, FilePlace)
+    assert out.bytes == back.bytes > 1e6 and out.seconds > 0 < back.seconds
+    policy = Policy.__new__(Policy)
+    monkeypatch.setattr(policy, "_all", lambda method, what: [Copied(3, 0.5), Copied(4, 0.25)])
+    assert policy.put_on_gpu("all") == Copied(7, 0.5)
 
 
 def test_host_memory_is_taken_for_what_is_kept_alone() -> None:

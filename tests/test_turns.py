@@ -7,6 +7,8 @@ import pytest
 
 from beam_rl.loop import Loop, State
 from beam_rl.policy import Copied
+from beam_rl.step import Quiet, Step
+from beam_rl.sync import SyncReport
 from beam_rl.turns import Turns
 
 
@@ -70,6 +72,48 @@ def test_nothing_moves_where_nothing_is_shared() -> None:
     with turns.to_engines():
         pass
     assert not both.calls
+
+
+def test_a_steps_row_has_what_its_turns_have_copied_and_no_other_steps() -> None:
+    both = Scripted()
+    turns = Turns(both, both, shared=True)
+    loop = Loop.__new__(Loop)
+    synced = SyncReport(seconds=1.0, bytes=2, buckets=1, version=0)
+    vars(loop).update(
+        turns=turns, rollouts=SimpleNamespace(hold=lambda: None), weights=SimpleNamespace(bring=lambda step: synced)
+    )
+    rows = []
+    for number in range(3):
+        if number:
+            turns.to_trainer()
+        step = Step(number, Quiet())
+        loop.sync(step)
+        rows.append((step.metrics["turn/bytes"], step.metrics["turn/seconds"]))
+    assert rows == [(2, 0.5), (3, 0.75), (3, 0.75)]  # after the start only the sync's two moves
+    vars(loop).update(turns=Turns(both, both, shared=False))
+    loop.sync(step := Step(3, Quiet()))
+    assert "sync/bytes" in step.metrics and not [name for name in step.metrics if name.startswith("turn/")]
+
+
+@pytest.mark.parametrize(("wait_in", "shared", "told"), [("nvme", False, 1), ("nvme", True, 0), ("host", False, 0)])
+def test_a_run_that_asks_for_nvme_and_shares_no_gpu_says_so(wait_in: str, shared: bool, told: int) -> None:
+    both, said = Scripted(), []
+    loop = Begun.__new__(Begun)
+    vars(loop).update(
+        recipe=SimpleNamespace(trainer=SimpleNamespace(wait_in=wait_in)), turns=Turns(both, both, shared),
+        report=SimpleNamespace(warn=said.append), run=SimpleNamespace(resumed=None),
+        state=State(unreported=None), rollouts=SimpleNamespace(go_on=lambda step: None),
+    )  # fmt: skip
+    loop.begin()
+    assert len(said) == told and all("trainer.wait_in = nvme does nothing here" in line for line in said)
+
+
+class Begun(Loop):
+    """Whose first sync is somebody else's test."""
+
+    def sync(self, step: Step) -> None: ...
+
+    def check_engines(self) -> None: ...
 
 
 @pytest.mark.parametrize(("last_row", "reported"), [(2, False), (3, True)])
