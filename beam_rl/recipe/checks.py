@@ -28,6 +28,7 @@ def check(recipe: "Recipe") -> None:
         *_algorithm(recipe),
         *_evaluation(recipe),
         *_offload(recipe),
+        *_mxfp8(recipe),
     ):
         raise ValueError(problem)
 
@@ -182,3 +183,11 @@ def _offload(recipe: "Recipe") -> Iterator[str]:
             "trainer.optimizer.nvme.moments = bf16: only with trainer.optimizer.offload = cpu or nvme; without, moments "
             "are FP32"
         )
+
+
+def _mxfp8(recipe: "Recipe") -> Iterator[str]:
+    """What can be seen without the model; `mxfp8.scheme_of` looks at its layers and sizes."""
+    trainer = recipe.trainer
+    for key in ("keep_first_layers", "keep_last_layers"):
+        if (kept := getattr(trainer.mxfp8, key)) and trainer.precision != "mxfp8":
+            yield f"trainer.mxfp8.{key} = {kept}: only with trainer.precision = mxfp8, not {trainer.precision}"

@@ -198,10 +198,20 @@ class Parallel(Section):
         return self.dp * self.tp * self.cp * self.pp
 
 
+class Mxfp8(Section):
+    """Which layers are not MXFP8; routers, norms, gate biases, embedding and head never are."""
+
+    keep_first_layers: Count = Field(0, description="so many layers at the model's beginning stay BF16")
+    keep_last_layers: Count = Field(0, description="so many layers at the model's end stay BF16")
+
+
 class Trainer(Section):
     steps: Count = 50
     mini_batches: Positive = Field(2, description="optimizer updates a step")
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["fp32", "bf16", "mxfp8"] = Field(
+        "bf16", description="mxfp8: BF16, but projections multiply in MXFP8; FP32 main parameters in each"
+    )
+    mxfp8: Mxfp8 = Mxfp8()
     numerics: Literal["engine", "reference"] = Field(
         "engine", description="round the logits as vLLM does after the softcap, or keep FP32 as transformers does"
     )
@@ -219,6 +229,11 @@ class Trainer(Section):
     )
     optimizer: Optimizer = Optimizer()
     parallel: Parallel = Parallel()
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16"]:
+        """Of activations, and of every weight but the router's, outside of MXFP8's products."""
+        return "fp32" if self.precision == "fp32" else "bf16"
 
 
 class Sync(Section):

@@ -1,0 +1,78 @@
+"""The MXFP8 format: E4M3 elements in blocks of 32 that share one power of two, stored as an E8M0 byte.
+
+The block's scale is 2^ceil(log2(amax / 448)), 448 being E4M3's largest value: no element exceeds it, so nothing
+saturates. Transformer Engine on Blackwell, FlashInfer and vLLM's quantizer all have this rule; the OCP specification's own
+example, 2^(floor(log2 amax) − 8), clips up to an eighth of a block's largest element. Elements round to nearest even.
+
+The rule is evaluated on amax's bits, so every device gives the same bytes. vLLM evaluates it with a rounded log2: the two
+agree on every BF16 input, and on FP32 unless amax is less than 1e-5 (relative) above 448 · 2^k, where ours is the exact
+one, Transformer Engine's. Edges are as in vLLM: a block of zeros or of FP32 subnormals has byte 0 (2^-127); a block with
+an infinity has byte 254 and 448 in its place, which is infinite again; a block with a NaN is all NaN under byte 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+LARGEST = 448.0  # of E4M3: 1.75 · 2^8
+BIAS = 127
+LARGEST_BYTE = 254  # 255 would be E8M0's NaN
+SUBNORMAL_BITS = 0x400000  # FP32's 2^-127
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """`payload`: float8_e4m3fn. `scales`: uint8, of the payload's shape but for `dim`, 32 times smaller."""
+
+    payload: Tensor
+    scales: Tensor
+    dim: int = -1
+
+
+def quantize(x: Tensor, dim: int = -1) -> Quantized:
+    """x in blocks of 32 along `dim`. Raises ValueError if 32 does not divide that dimension."""
+    dim %= x.ndim
+    if x.shape[dim] % BLOCK:
+        raise ValueError(f"MXFP8 has blocks of {BLOCK}, which do not divide dimension {dim} of {tuple(x.shape)}")
+    if x.is_cuda:
+        from beam_rl.mxfp8.kernel import quantize_last  # a torch for CPUs comes without Triton
+
+        payload, scales = quantize_last(x.movedim(dim, -1))
+        return Quantized(payload.movedim(-1, dim), scales.movedim(-1, dim), dim)
+    blocks = x.float().unflatten(dim, (x.shape[dim] // BLOCK, BLOCK))
+    amax = blocks.abs().amax(dim + 1, keepdim=True)
+    scale = scale_byte(amax)
+    factor = power_of_two(BIAS - scale).masked_fill(amax.isnan(), torch.nan)
+    payload = (blocks * factor).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).flatten(dim, dim + 1)
+    return Quantized(payload, scale.squeeze(dim + 1).to(torch.uint8), dim)
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The values that the payload and its scales stand for."""
+    dim = q.dim % q.payload.ndim
+    blocks = q.payload.float().unflatten(dim, (q.scales.shape[dim], BLOCK))
+    scale = power_of_two(q.scales.int() - BIAS).unsqueeze(dim + 1)
+    return (blocks * scale).flatten(dim, dim + 1).to(dtype)
+
+
+def rounded(x: Tensor, dim: int = -1) -> Tensor:
+    """x as MXFP8 has it, in x's dtype."""
+    return dequantize(quantize(x, dim), x.dtype)
+
+
+def scale_byte(amax: Tensor) -> Tensor:
+    """E8M0 byte of blocks with these largest magnitudes (FP32), as int32.
+
+    With amax = f · 2^e and 448 = 1.75 · 2^8 the smallest scale that is enough is 2^(e − 8), or the next if f > 1.75.
+    """
+    bits = amax.view(torch.int32)
+    byte = ((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).int()).clamp(min=0)
+    return byte.masked_fill(amax.isinf(), LARGEST_BYTE).masked_fill(amax.isnan(), 0)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in FP32, exactly, for int32 exponents from −127 to 127."""
+    normal = exponent > -BIAS
+    return torch.where(normal, (exponent + BIAS) << 23, SUBNORMAL_BITS).to(torch.int32).view(torch.float32)
