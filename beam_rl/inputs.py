@@ -100,7 +100,7 @@ def _tiny(recipe: Recipe, display: Display) -> Path:
             phase = phase or shown.enter_context(display.phase("warm-starting the tiny Beam", steps, once=True))
             phase.advance()
 
-        return cached_tiny(recipe.seed, recipe.trainer.precision, progress)
+        return cached_tiny(recipe.seed, recipe.trainer.dtype, progress)
 
 
 def check_beam(path: Path) -> dict[str, Any]:

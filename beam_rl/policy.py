@@ -370,6 +370,7 @@ def _settings(recipe: Recipe, model_path: Path, logs: Path) -> Any:
     nvme = t.optimizer.nvme.path
     return TrainerSettings(
         precision=t.precision,
+        mxfp8=t.mxfp8,
         numerics=t.numerics,
         deterministic=t.deterministic,
         temperature=recipe.rollout.temperature,

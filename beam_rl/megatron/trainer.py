@@ -23,7 +23,7 @@ from beam_rl.checksum import SentChecksum
 from beam_rl.errors import InputError
 from beam_rl.layout import PADDING, check_layout, place_of, routed_rows
 from beam_rl.lora import Adapter
-from beam_rl.megatron import checkpoint, compat, ranks
+from beam_rl.megatron import checkpoint, compat, mxfp8, ranks
 from beam_rl.megatron.bridge import BeamCheckpoint
 from beam_rl.megatron.export import export_checkpoint
 from beam_rl.megatron.logprobs import token_logprobs
@@ -42,12 +42,13 @@ from beam_rl.megatron.optimizer import (
 )
 from beam_rl.megatron.packing import Agreement, Pack, pack
 from beam_rl.megatron.settings import ExportForm, Score, TrainerSettings
+from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.samples import MicroBatch
 
 compat.require_installed()
 
 Objective = Callable[[LossInputs], TokenLoss]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "mxfp8": torch.bfloat16}  # outside of MXFP8's products
 
 
 class Trainer:
@@ -70,10 +71,12 @@ class Trainer:
         self.device = ranks.start_process(settings)
         ranks.join(settings, rank, world_size, master)
         self.place = place_of(rank, settings.parallel, hf.mlp_layer_types)
+        self.scheme = self._scheme(hf)
         self.config = config_from_hf(
             hf,
             DTYPES[settings.precision],
             self.device,
+            self.scheme,
             routed_columns=self.place.moe_columns,
             **layout_fields(settings.parallel, hf.num_hidden_layers, settings.recompute),
         )
@@ -92,6 +95,18 @@ class Trainer:
         """What this rank holds of the model, where that is one chunk (there are no virtual stages)."""
         (chunk,) = self.chunks
         return chunk
+
+    def _scheme(self, hf: Any) -> Scheme | None:
+        """Which weights are MXFP8, if any; the log says who multiplies them."""
+        if self.settings.precision != "mxfp8":
+            return None
+        kept, parallel = self.settings.mxfp8, self.settings.parallel
+        try:
+            scheme = scheme_of(hf, kept.keep_first_layers, kept.keep_last_layers, parallel.tp, parallel.etp)
+        except ValueError as error:
+            raise InputError(f"trainer.precision = mxfp8: {error}") from None
+        print(f"trainer.precision = mxfp8: {mxfp8.who_multiplies()}", flush=True)
+        return scheme
 
     def _adapted(self, adapter: Adapter) -> AdaptedModel:
         """Puts the adapter on the model: a new one, or the one that the settings name."""

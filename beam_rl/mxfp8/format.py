@@ -17,9 +17,8 @@ from torch import Tensor
 
 BLOCK = 32
 LARGEST = 448.0  # of E4M3: 1.75 · 2^8
-BIAS = 127
-LARGEST_BYTE = 254  # 255 would be E8M0's NaN
-SUBNORMAL_BITS = 0x400000  # FP32's 2^-127
+INFINITE = 254  # byte of a block with an infinity; 255 would be E8M0's NaN
+INFINITY_BITS = 0x7F800000  # of FP32; a NaN's are above
 
 
 @dataclass(frozen=True)
@@ -41,38 +40,49 @@ def quantize(x: Tensor, dim: int = -1) -> Quantized:
 
         payload, scales = quantize_last(x.movedim(dim, -1))
         return Quantized(payload.movedim(-1, dim), scales.movedim(-1, dim), dim)
-    blocks = x.float().unflatten(dim, (x.shape[dim] // BLOCK, BLOCK))
-    amax = blocks.abs().amax(dim + 1, keepdim=True)
-    scale = scale_byte(amax)
-    factor = power_of_two(BIAS - scale).masked_fill(amax.isnan(), torch.nan)
-    payload = (blocks * factor).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).flatten(dim, dim + 1)
-    return Quantized(payload, scale.squeeze(dim + 1).to(torch.uint8), dim)
+    payload, byte = _quantize_blocks(x, dim)
+    return Quantized(payload.flatten(dim, dim + 1), byte.squeeze(dim + 1).to(torch.uint8), dim)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The values that the payload and its scales stand for."""
     dim = q.dim % q.payload.ndim
-    blocks = q.payload.float().unflatten(dim, (q.scales.shape[dim], BLOCK))
-    scale = power_of_two(q.scales.int() - BIAS).unsqueeze(dim + 1)
-    return (blocks * scale).flatten(dim, dim + 1).to(dtype)
+    payload = q.payload.unflatten(dim, (q.scales.shape[dim], BLOCK))
+    return _dequantize_blocks(payload, q.scales.int().unsqueeze(dim + 1), dim, dtype)
 
 
 def rounded(x: Tensor, dim: int = -1) -> Tensor:
     """x as MXFP8 has it, in x's dtype."""
-    return dequantize(quantize(x, dim), x.dtype)
+    if x.is_cuda or x.shape[dim] % BLOCK:
+        return dequantize(quantize(x, dim), x.dtype)
+    dim %= x.ndim
+    return _dequantize_blocks(*_quantize_blocks(x, dim), dim, x.dtype)
+
+
+def _quantize_blocks(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """E4M3 values with the blocks in a dimension after `dim`, and each block's byte (int32)."""
+    blocks = x.float().unflatten(dim, (x.shape[dim] // BLOCK, BLOCK))
+    amax = blocks.abs().amax(dim + 1, keepdim=True)
+    byte = scale_byte(amax)
+    scaled = blocks / scale_value(byte).masked_fill(amax.isnan(), torch.nan)
+    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), byte
+
+
+def _dequantize_blocks(payload: Tensor, byte: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return (payload.float() * scale_value(byte)).flatten(dim, dim + 1).to(dtype)
 
 
 def scale_byte(amax: Tensor) -> Tensor:
-    """E8M0 byte of blocks with these largest magnitudes (FP32), as int32.
+    """E8M0 byte (int32) of blocks with these largest magnitudes (FP32).
 
-    With amax = f · 2^e and 448 = 1.75 · 2^8 the smallest scale that is enough is 2^(e − 8), or the next if f > 1.75.
+    With amax = f · 2^e and 448 = 1.75 · 2^8 the smallest scale that is enough is 2^(e − 8), or the next if f > 1.75: if so,
+    adding a quarter less one unit to the 23 bits of f carries into those of e.
     """
     bits = amax.view(torch.int32)
-    byte = ((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).int()).clamp(min=0)
-    return byte.masked_fill(amax.isinf(), LARGEST_BYTE).masked_fill(amax.isnan(), 0)
+    byte = (((bits + 0x1FFFFF) >> 23) - 8).clamp(min=0)
+    return byte.masked_fill(bits == INFINITY_BITS, INFINITE).masked_fill(bits > INFINITY_BITS, 0)
 
 
-def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in FP32, exactly, for int32 exponents from −127 to 127."""
-    normal = exponent > -BIAS
-    return torch.where(normal, (exponent + BIAS) << 23, SUBNORMAL_BITS).to(torch.int32).view(torch.float32)
+def scale_value(byte: Tensor) -> Tensor:
+    """2^(byte − 127) in FP32, exactly, for int32 bytes to 254. 2^-127 is subnormal, with bits of its own."""
+    return (byte << 23).clamp(min=0x400000).view(torch.float32)

@@ -15,9 +15,9 @@ BLOCKS_PER_PROGRAM = 64
 
 
 @triton.jit
-def _power_of_two(exponent):
-    bits = tl.where(exponent > -127, (exponent + 127) << 23, 0x400000)
-    return bits.to(tl.float32, bitcast=True)
+def _scale_value(byte):
+    """2^(byte − 127)."""
+    return tl.maximum(byte << 23, 0x400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -43,9 +43,9 @@ def _quantize_kernel(x, payload, scales, blocks, BLOCKS: tl.constexpr, WIDTH: tl
     values = tl.load(x + places, mask=valid[:, None], other=0.0).to(tl.float32)
     # On bits: magnitudes are ordered as their bits are, NaNs above infinity.
     amax = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    byte = tl.maximum((amax >> 23) - 8 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32), 0)
+    byte = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
     byte = tl.where(amax == 0x7F800000, 254, tl.where(amax > 0x7F800000, 0, byte))
-    code = _e4m3(values * _power_of_two(127 - byte)[:, None])
+    code = _e4m3(values * _scale_value(254 - byte)[:, None])  # divided by the scale
     code = tl.where((amax > 0x7F800000)[:, None], 0x7F, code).to(tl.uint8)
     tl.store(payload + places, code, mask=valid[:, None])
     tl.store(scales + block, byte.to(tl.uint8), mask=valid)
