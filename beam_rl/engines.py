@@ -426,7 +426,7 @@ class Engines:
         r = self.recipe.rollout
         return EngineSettings(
             model=str(self.model_path),
-            dtype=self.recipe.trainer.precision,
+            dtype=self.recipe.trainer.dtype,
             max_model_len=self.recipe.data.max_prompt_tokens + r.max_response_tokens,
             max_num_seqs=r.max_num_seqs,
             max_batched_tokens=r.max_batched_tokens,

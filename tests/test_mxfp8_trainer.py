@@ -11,16 +11,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import transformer_config
 from torch import Tensor
 
 from beam_rl.errors import InputError
+from beam_rl.layout import pad, token_block
 from beam_rl.megatron import mxfp8
 from beam_rl.megatron import trainer as trainer_module
 from beam_rl.megatron.bridge import QKVG, merge_qkvg
 from beam_rl.megatron.lora_layers import AdaptedLinear
+from beam_rl.megatron.model import config_from_hf
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.mxfp8.format import dequantize, quantize
+from beam_rl.mxfp8.scheme import scheme_of
 from beam_rl.recipe.tree import Mxfp8, Nvme, Optimizer, Parallel
 
 LR = 1e-3
@@ -233,3 +238,38 @@ def test_two_ranks_compute_what_one_does() -> None:
         errors = {name: layouts.error(gradients_too[name], gradients[name]) for name in gradients}
         assert max(error for name, error in errors.items() if "layers.6." in name) < 1e-5
         assert max(errors.values()) < 0.05, max(errors.items(), key=lambda item: item[1])
+
+
+# --- Transformer Engine's own -----------------------------------------------------------------------------
+
+
+def test_transformer_engine_is_told_of_mxfp8_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = tiny.reference_model("bf16").config
+    scheme = scheme_of(hf, keep_first_layers=2)
+    here = config_from_hf(hf, torch.bfloat16, torch.device("cpu"), scheme)
+    assert here.fp8 is None and here.mxfp8 == scheme
+    monkeypatch.setattr(mxfp8, "is_native", lambda: True)
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda version: True)
+    config = config_from_hf(hf, torch.bfloat16, torch.device("cpu"), scheme)
+    assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("e4m3", "mxfp8", False)
+    plain = [layer for layer in range(7) if is_first_last_bf16_layer(config, layer)]
+    assert plain == [layer for layer in range(7) if not scheme.has_layer(layer)] == [0, 1]
+
+
+@pytest.mark.gpu
+def test_transformer_engine_computes_what_the_emulation_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first test to run on a GPU that multiplies MXFP8: log-probabilities, gradient norms, recomputation."""
+    if not mxfp8.is_native():
+        pytest.skip("needs a GPU of compute capability 10 and Transformer Engine")
+    batch = pad(BATCH, Parallel(), tiny.EXPERTS, token_block("mxfp8"))
+
+    def seen(**changes: Any) -> tuple[np.ndarray, float]:
+        trainer = tiny.trainer(precision="mxfp8", **changes)
+        (score,) = trainer.score([batch])
+        return score.logp, trainer.update([batch], tiny.squared_objective, LR)["optim/grad_norm"]
+
+    logp, norm = seen()
+    assert np.isclose(seen(recompute="selective")[1], norm, rtol=1e-3)
+    monkeypatch.setattr(mxfp8, "is_native", lambda: False)
+    emulated_logp, emulated_norm = seen()
+    assert np.abs(logp - emulated_logp).mean() < 0.02 and np.isclose(norm, emulated_norm, rtol=0.05)

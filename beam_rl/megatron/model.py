@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -248,7 +248,7 @@ class BeamMoELayer(MoELayer):
         self, hidden: Tensor, routes: Tensor | None = None, agreement: Agreement | None = None
     ) -> tuple[Tensor, None]:
         if self.moe_layer_recompute and self.training:
-            return tensor_parallel.checkpoint(self._forward, False, hidden, routes, agreement), None
+            return mxfp8.checkpoint(self.config, self._forward, hidden, routes, agreement), None
         return self._forward(hidden, routes, agreement), None
 
     def _forward(self, hidden: Tensor, routes: Tensor | None, agreement: Agreement | None) -> Tensor:
@@ -282,7 +282,7 @@ class BeamLayer(TransformerLayer):
         if self.is_moe_layer:
             out = self.mlp(normed, self._routes(packed_seq_params), packed_seq_params.agreement)
         elif self.recompute_mlp:
-            out = tensor_parallel.checkpoint(self.mlp, False, normed)
+            out = mxfp8.checkpoint(self.config, self.mlp, normed)
         else:
             out = self.mlp(normed)
         return self._forward_post_mlp(out, hidden)

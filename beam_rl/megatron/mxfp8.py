@@ -7,10 +7,12 @@ of these layers where the GPU multiplies MXFP8 itself. Parameters stay BF16, and
 MXFP8 is `beam_rl.mxfp8.scheme`'s to say.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -19,7 +21,8 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from beam_rl.megatron import compat
-from beam_rl.mxfp8.format import BLOCK, rounded
+from beam_rl.mxfp8 import BLOCK
+from beam_rl.mxfp8.format import rounded
 from beam_rl.mxfp8.scheme import Scheme
 
 NATIVE_CAPABILITY = (10, 0)  # Blackwell
@@ -51,6 +54,16 @@ def native_fields(scheme: Scheme) -> dict[str, Any]:
         num_layers_at_start_in_bf16=scheme.keep_first_layers,
         num_layers_at_end_in_bf16=scheme.keep_last_layers,
     )
+
+
+def checkpoint(config: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+    """`function(*inputs)`, computed again in the backward pass: in MXFP8 too where Transformer Engine has been told so."""
+    if not config.fp8:
+        return tensor_parallel.checkpoint(function, False, *inputs)
+    from megatron.core.extensions.transformer_engine import te_checkpoint
+
+    states = tensor_parallel.random.get_cuda_rng_tracker
+    return te_checkpoint(function, False, states, parallel_state.get_tensor_model_parallel_group(), *inputs)
 
 
 class Product(torch.autograd.Function):

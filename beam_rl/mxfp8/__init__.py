@@ -2,3 +2,5 @@
 
 Plain torch and Triton: knows nothing about Megatron, vLLM or Ray.
 """
+
+BLOCK = 32  # elements that share a scale

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 32
+from beam_rl.mxfp8 import BLOCK
+
 LARGEST = 448.0  # of E4M3: 1.75 · 2^8
 INFINITE = 254  # byte of a block with an infinity; 255 would be E8M0's NaN
 INFINITY_BITS = 0x7F800000  # of FP32; a NaN's are above

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from beam_rl.mxfp8.format import BLOCK
+from beam_rl.mxfp8 import BLOCK
 
 BLOCKS_PER_PROGRAM = 64
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from beam_rl.mxfp8.format import BLOCK, quantize
+from beam_rl.mxfp8 import BLOCK
+from beam_rl.mxfp8.format import quantize
 
 PROJECTION = re.compile(
     r"model\.layers\.(\d+)\.(?:self_attn\.(?:q|k|v|gate|o)_proj|mlp\.(?:experts\.\d+\.)?(?:gate|up|down)_proj)\.weight"

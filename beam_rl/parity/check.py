@@ -52,7 +52,7 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
         stack.callback(ray.kill, worker)
         rounded, temperature = recipe.trainer.numerics == "engine", recipe.rollout.temperature
         adapter = start_adapter(recipe)
-        loading = worker.start.remote(str(inputs.model_path), recipe.trainer.precision, rounded, temperature, adapter)
+        loading = worker.start.remote(str(inputs.model_path), recipe.trainer.dtype, rounded, temperature, adapter)
         with display.phase("syncing", once=True), cluster.turns.to_engines():
             cluster.sync.bring(0)
         samples = sample(recipe, inputs, cluster.engines)
