@@ -166,7 +166,7 @@ def recomputed(trainer: Trainer) -> Iterator[None]:
 
 def weights(trainer: Trainer) -> Tensors:
     """What is trained."""
-    return {name: tensor.numpy().copy() for name, tensor in trainer.sync_tensors()}
+    return {name: tensor.cpu().numpy().copy() for name, tensor in trainer.sync_tensors()}
 
 
 def frozen(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -190,7 +190,7 @@ def merged_weights(trainer: Trainer) -> Tensors:
     assert trainer.settings.adapter
     added = dict(trainer.hf_adapter_tensors())
     whole = merged(trainer.hf_tensors(), added, trainer.settings.adapter, trainer.hf)
-    return {name: tensor.numpy().copy() for name, tensor in whole}
+    return {name: tensor.cpu().numpy().copy() for name, tensor in whole}
 
 
 @torch.no_grad()

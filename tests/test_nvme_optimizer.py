@@ -44,9 +44,10 @@ def update(of: tiny.Trainer, seeds: range) -> list[dict[str, float]]:
 
 
 def everything(of: tiny.Trainer) -> dict[str, Tensor]:
-    weights = {name: tensor.clone() for name, tensor in of.sync_tensors()}
+    """On the CPU."""
+    weights = {name: tensor.cpu().clone() for name, tensor in of.sync_tensors()}
     state = parameter_state(of.model, of.optimizer)
-    return weights | {f"{kind} {name}": flat.float() for kind, name, flat, _ in state}
+    return weights | {f"{kind} {name}": flat.float().cpu() for kind, name, flat, _ in state}
 
 
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:

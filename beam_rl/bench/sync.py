@@ -101,10 +101,11 @@ def run_transport(transport: str, bucket_bytes: int) -> Measured:
         peaks = _peaks(receiver, transport, bucket_bytes, device)
         checked, unchecked = (_sender(receiver, transport, bucket_bytes, device, on) for on in (True, False))
         pool = _pool(bucket_bytes, device)
+        tensors = list(_stream(pool, bucket_bytes))
         work: dict[str, tuple[WeightSender, Callable[[WeightSender], int]]] = {
             "plain": (unchecked, lambda sender: _plain_round(sender, receiver, pool[0])),
-            "unchecked": (unchecked, lambda sender: _round(sender, receiver, _stream(pool, bucket_bytes))),
-            "checked": (checked, lambda sender: _round(sender, receiver, _stream(pool, bucket_bytes))),
+            "unchecked": (unchecked, lambda sender: _round(sender, receiver, iter(tensors))),
+            "checked": (checked, lambda sender: _round(sender, receiver, iter(tensors))),
         }
         rates: dict[str, float] = {}
         start = time.perf_counter()

@@ -5,6 +5,8 @@ Megatron's own way (0.19) allocates anew each time and tears an FP32 weight from
 Host memory is taken once. Gradient buffers are only given back: an update begins by clearing them.
 """
 
+import mmap
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -112,14 +114,21 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 
 def page_locked(nbytes: int) -> Tensor:
-    """(nbytes,) uint8 that a GPU copies from and to at full speed; torch's own would be rounded up to a power of two."""
-    host = torch.empty(nbytes, dtype=torch.uint8)
-    if torch.cuda.is_available() and nbytes:
-        status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), nbytes, 0)
-        if int(status) != 0:
-            raise RuntimeError(
-                f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {status})"
-            )
+    """(nbytes,) uint8 that a GPU copies from and to at full speed; torch's own would be rounded up to a power of two.
+
+    Whole pages of its own, and unlocked before they are given back: CUDA refuses to lock a page twice.
+    """
+    if not torch.cuda.is_available() or not nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes)
+    host = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` as long as somebody has a view of it
+    cuda = torch.cuda.cudart()
+    status = cuda.cudaHostRegister(host.data_ptr(), nbytes, 0)
+    if int(status) != 0:
+        raise RuntimeError(
+            f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {int(status)})"
+        )
+    weakref.finalize(pages, cuda.cudaHostUnregister, host.data_ptr())
     return host
 
 

@@ -4,20 +4,21 @@ A tensor that fits into a bucket travels whole, a larger one in pieces over seve
 about transports, processes or models.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from beam_rl.rollout.sync.checksum import checksum, copy_with_checksum
+from beam_rl.rollout.sync.device_copy import DeviceCopies
 
 ALIGNMENT = 16  # bytes; torch can view bytes as any dtype from there, and a bucket's end is a whole number of words
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Where a tensor, or a piece of it, lies in a bucket. All of `offset`, `start` and `nbytes` are bytes."""
 
     name: str
@@ -31,7 +32,7 @@ class Entry:
     @property
     def whole_bytes(self) -> int:
         """Of the whole tensor."""
-        return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,25 @@ def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor], check
     number = end = 0
     entries: list[Entry] = []
     buffer: Tensor | None = None
+    fast: DeviceCopies | None = None
     for name, tensor in tensors:
-        dtype, shape, start = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), 0
-        while start < tensor.nbytes or not start:
-            rest = tensor.nbytes - start
+        dtype, shape, whole, start = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes, 0
+        while start < whole or not start:
+            rest = whole - start
             if buffer is not None and rest > len(buffer) - end:
                 yield Bucket(number, tuple(entries), end, last=False)
                 number, end, entries, buffer = number + 1, 0, [], None
             if buffer is None:
                 buffer = next(buffers)
+                fast = DeviceCopies(buffer) if buffer.is_cuda and not checksums else None
             size = min(rest, len(buffer) - end)
-            if size < tensor.nbytes:
+            if size < whole:
                 tensor = tensor.contiguous()
-            sum_ = _copy(tensor.detach(), start, buffer[end : end + size], checksums)
+            sum_ = None
+            if fast and fast.takes(tensor):
+                fast.copy(tensor, start, end, size)
+            else:
+                sum_ = _copy(tensor.detach(), start, buffer.narrow(0, end, size), checksums)
             entries.append(Entry(name, dtype, shape, end, start, size, sum_))
             start, end = start + size, aligned(end + size)
             if not size:
@@ -89,7 +96,9 @@ def _copy(tensor: Tensor, start: int, into: Tensor, with_checksum: bool) -> int 
     if not tensor.is_contiguous():
         into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return checksum(into) if with_checksum else None
-    source = tensor.view(-1).view(torch.uint8)[start : start + len(into)]
+    source = tensor.view(-1).view(torch.uint8)
+    if into.numel() < source.numel():
+        source = source.narrow(0, start, into.numel())
     if with_checksum:
         return copy_with_checksum(source, into)
     into.copy_(source)
@@ -111,20 +120,38 @@ class Assembler:
     def tensors(self, bucket: Bucket, data: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Copies out what a bucket's bytes `data` complete, one tensor at a time; ValueError where a checksum is wrong."""
         for e in bucket.entries:
+            whole = e.whole_bytes
             if e.start == 0:
-                self.own = torch.empty(e.whole_bytes, dtype=torch.uint8, device=self.device)
+                self.own = torch.empty(whole, dtype=torch.uint8, device=self.device)
             assert self.own is not None, f"{e.name}: its first piece is missing"
-            piece, into = data[e.offset : e.offset + e.nbytes], self.own[e.start : e.start + e.nbytes]
+            piece, into = data.narrow(0, e.offset, e.nbytes), self.own.narrow(0, e.start, e.nbytes)
             if e.checksum is None:
                 into.copy_(piece)
             elif copy_with_checksum(piece, into) != e.checksum:
                 raise ValueError(
                     f"weight bucket {bucket.number} arrived damaged: {e.name} has not the sender's checksum"
                 )
-            if e.start + e.nbytes == e.whole_bytes:
-                tensor, self.own = self.own.view(getattr(torch, e.dtype)).view(e.shape), None
+            if e.start + e.nbytes == whole:
+                tensor, self.own = _as_described(self.own, e), None
                 yield e.name, tensor
                 del tensor
+
+    def tensors_at_once(self, bucket: Bucket, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The same with a single copy of the bucket, which its whole tensors share; checksums are not looked at.
+
+        On a GPU the copies themselves are shorter than it takes to start one for each tensor.
+        """
+        own = data.to(self.device, copy=True)
+        for e in bucket.entries:
+            if e.nbytes == e.whole_bytes:
+                yield e.name, _as_described(own.narrow(0, e.offset, e.nbytes), e)
+            else:
+                yield from self.tensors(replace(bucket, entries=(e,)), own)
+
+
+def _as_described(raw: Tensor, entry: Entry) -> Tensor:
+    """The tensor whose bytes these are."""
+    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 def to_metadata(bucket: Bucket) -> dict[str, Any]:
@@ -133,11 +160,11 @@ def to_metadata(bucket: Bucket) -> dict[str, Any]:
         "number": bucket.number,
         "nbytes": bucket.nbytes,
         "last": bucket.last,
-        "entries": [asdict(entry) for entry in bucket.entries],
+        "entries": [list(entry) for entry in bucket.entries],
     }
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> Bucket:
     """The bucket that `to_metadata` described."""
-    entries = tuple(Entry(**entry) for entry in metadata["entries"])
+    entries = tuple(Entry(*entry) for entry in metadata["entries"])
     return Bucket(metadata["number"], entries, metadata["nbytes"], metadata["last"])
