@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from beam_rl.inputs import adapter_for
+from beam_rl.inputs import adapter_for, scheme_for
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Recipe
 from beam_rl.rollout.sync.transport import reason
@@ -438,6 +438,7 @@ class Engines:
             log_dir=str(self.logs),
             name=f"engine-{index}",
             adapter=adapter_for(self.recipe, self.model_path),
+            mxfp8=scheme_for(self.recipe, self.model_path),
             parallel=r.parallel,
             devices=seat.devices,
             sleeps=self.seats.shared_gpus,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beam_rl.files import folder_for
-from beam_rl.inputs import adapter_for, start_adapter
+from beam_rl.inputs import adapter_for, scheme_for, start_adapter
 from beam_rl.layout import cut_routes, even_out, pad, place_of, token_block
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
@@ -371,6 +371,7 @@ def _settings(recipe: Recipe, model_path: Path, logs: Path) -> Any:
     return TrainerSettings(
         precision=t.precision,
         mxfp8=t.mxfp8,
+        engine_mxfp8=scheme_for(recipe, model_path),
         numerics=t.numerics,
         deterministic=t.deterministic,
         temperature=recipe.rollout.temperature,

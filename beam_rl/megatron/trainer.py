@@ -102,7 +102,7 @@ class Trainer:
             return None
         kept, parallel = self.settings.mxfp8, self.settings.parallel
         try:
-            scheme = scheme_of(hf, kept.keep_first_layers, kept.keep_last_layers, parallel.tp, parallel.etp)
+            scheme = scheme_of(hf, kept.keep_first_layers, kept.keep_last_layers, kept.activations, parallel.tp, parallel.etp)
         except ValueError as error:
             raise InputError(f"trainer.precision = mxfp8: {error}") from None
         print(f"trainer.precision = mxfp8: {mxfp8.who_multiplies()}", flush=True)
@@ -304,8 +304,13 @@ class Trainer:
         yield from self.adapted.hf_tensors()
 
     def sync_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What an engine that has the starting policy needs to have this one: the adapter, or else every weight."""
-        yield from self.hf_adapter_tensors() if self.adapted else self.hf_tensors()
+        """What an engine that has the starting policy needs to have this one: the adapter, or else every weight, where
+        engines have MXFP8 quantized here."""
+        scheme = self.settings.engine_mxfp8
+        if self.adapted:
+            yield from self.hf_adapter_tensors()
+        else:
+            yield from scheme.quantized(self.hf_tensors()) if scheme else self.hf_tensors()
 
     def sent_checksum(self) -> SentChecksum | None:
         """What works out the checksum that an engine will have of `sync_tensors`; None without an adapter."""
@@ -323,8 +328,8 @@ class Trainer:
         """Writes the policy as HF files; all ranks call it, the first one writes.
 
         Args:
-            form: "full": every weight, without an adapter; "merged": every weight with what the adapter adds; "adapter":
-                a folder that PEFT and vLLM load.
+            form: "full": every weight, without an adapter; "mxfp8": the same in MXFP8, as engines have it; "merged": every
+                weight with what the adapter adds; "adapter": a folder that PEFT and vLLM load.
         Raises:
             InputError: the folder exists and is not empty.
         """
@@ -341,7 +346,8 @@ class Trainer:
             assert adapter is not None
             write_adapter(tensors, adapter, self.hf, folder, str(self.checkpoint.folder))
         else:
-            export_checkpoint(tensors, self.checkpoint.folder, folder, self.config.params_dtype)
+            scheme = self.settings.engine_mxfp8 if form == "mxfp8" else None
+            export_checkpoint(tensors, self.checkpoint.folder, folder, self.config.params_dtype, scheme)
         dist.barrier()
 
     def save(self, folder: Path) -> None:

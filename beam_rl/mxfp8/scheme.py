@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from beam_rl.mxfp8 import BLOCK
@@ -28,6 +29,7 @@ class Scheme:
     num_layers: int
     keep_first_layers: int = 0
     keep_last_layers: int = 0
+    activations: bool = True  # what the weights are multiplied with is rounded too, else BF16
 
     def has_layer(self, layer: int) -> bool:
         """Whether the projections of this layer, counted from 0, are MXFP8."""
@@ -42,14 +44,28 @@ class Scheme:
         """The name of the scales, (outputs, inputs / 32), of an MXFP8 weight (outputs, inputs)."""
         return name + SCALE
 
+    def names(self, names: Iterable[str]) -> Iterator[str]:
+        """Of a checkpoint whose tensors without MXFP8 have these names."""
+        for name in names:
+            yield name
+            if self.has(name):
+                yield self.scale_name(name)
+
+    def hf_config(self) -> dict[str, Any]:
+        """`quantization_config` of such a checkpoint's config.json, as NVIDIA's ModelOpt writes it and vLLM reads it."""
+        kept = [i for i in range(self.num_layers) if not self.has_layer(i)]
+        ignored = ["lm_head", "*.mlp.gate", *(f"model.layers.{i}.*" for i in kept)]
+        return {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ignored}
+
     def quantized(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """A model's HF tensors as MXFP8 has them: an MXFP8 weight becomes its payload, then its scales; others stay.
+        """A model's HF tensors as MXFP8 has them: an MXFP8 weight becomes its payload, then its scales; others stay, as
+        do those that are MXFP8 already.
 
         Blocks run along a weight's inputs, so the parts of a weight that is cut along its outputs, or along its inputs
         where 32 divides, have the bits of the whole.
         """
         for name, tensor in tensors:
-            if not self.has(name):
+            if not self.has(name) or tensor.dtype == torch.float8_e4m3fn:
                 yield name, tensor
                 continue
             q = quantize(tensor)
@@ -58,7 +74,12 @@ class Scheme:
 
 
 def scheme_of(
-    hf: Any, keep_first_layers: int = 0, keep_last_layers: int = 0, tp: int = 1, expert_tp: int = 1
+    hf: Any,
+    keep_first_layers: int = 0,
+    keep_last_layers: int = 0,
+    activations: bool = True,
+    tp: int = 1,
+    expert_tp: int = 1,
 ) -> Scheme:
     """The scheme of a model.
 
@@ -85,4 +106,4 @@ def scheme_of(
             raise ValueError(
                 f"MXFP8 has blocks of {BLOCK} inputs, which do not divide the model's {what} = {size}{over}"
             )
-    return Scheme(hf.num_hidden_layers, keep_first_layers, keep_last_layers)
+    return Scheme(hf.num_hidden_layers, keep_first_layers, keep_last_layers, activations)

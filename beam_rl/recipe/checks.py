@@ -187,7 +187,9 @@ def _offload(recipe: "Recipe") -> Iterator[str]:
 
 def _mxfp8(recipe: "Recipe") -> Iterator[str]:
     """What can be seen without the model; `mxfp8.scheme_of` looks at its layers and sizes."""
-    trainer = recipe.trainer
-    for key in ("keep_first_layers", "keep_last_layers"):
-        if (kept := getattr(trainer.mxfp8, key)) and trainer.precision != "mxfp8":
-            yield f"trainer.mxfp8.{key} = {kept}: only with trainer.precision = mxfp8, not {trainer.precision}"
+    trainer, nowhere = recipe.trainer, recipe.rollout_precision != "mxfp8"
+    for key, default in (("keep_first_layers", 0), ("keep_last_layers", 0), ("activations", True)):
+        if (value := getattr(trainer.mxfp8, key)) != default and nowhere:
+            yield f"trainer.mxfp8.{key} = {value}: only with trainer.precision or rollout.precision = mxfp8"
+    if recipe.rollout.precision == "mxfp8" and trainer.precision == "fp32":
+        yield "rollout.precision = mxfp8: with trainer.precision = bf16 or mxfp8, not fp32"

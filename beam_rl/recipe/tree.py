@@ -88,6 +88,9 @@ class Rollout(Section):
     max_response_tokens: Positive = 1024
     temperature: float = 1.0
     top_p: Fraction = 1.0
+    precision: Literal["trainer", "mxfp8"] = Field(
+        "trainer", description="as trainer.precision; mxfp8: projections in MXFP8 also where the trainer is BF16"
+    )
     routing_replay: Switch = True
     pace: Literal["synchronous", "one_step_off", "asynchronous"] = Field(
         "synchronous",
@@ -203,6 +206,11 @@ class Mxfp8(Section):
 
     keep_first_layers: Count = Field(0, description="so many layers at the model's beginning stay BF16")
     keep_last_layers: Count = Field(0, description="so many layers at the model's end stay BF16")
+    activations: Switch = Field(
+        True,
+        description="round what weights are multiplied with, too, as Blackwell's units do; false: weights alone, as vLLM's "
+        "kernels for other GPUs do",
+    )
 
 
 class Trainer(Section):
@@ -311,6 +319,11 @@ class Recipe(Section):
     parity: Parity = Parity()
     logging: Logging = Logging()
     cluster: Cluster = Cluster()
+
+    @property
+    def rollout_precision(self) -> Literal["fp32", "bf16", "mxfp8"]:
+        """What engines multiply in."""
+        return self.trainer.precision if self.rollout.precision == "trainer" else self.rollout.precision
 
     @model_validator(mode="after")
     def _can_work(self) -> "Recipe":
