@@ -297,10 +297,12 @@ class Cluster(Section):
 class Parity(Section):
     prompts: Positive = Field(4, description="prompts to sample one response each, which trainer and engine then score")
     sublayer_bound: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="relative error that a sub-layer may add; default 1e-5 for fp32, 2e-2 for bf16"
+        None,
+        description="relative error that a sub-layer may add; default 1e-5 for fp32, 2e-2 for bf16, 1e-1 for mxfp8",
     )
     logprob_mean_bound: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="mean |Δlogp| of any two sides, nats; default 1e-5 for fp32, 1e-2 for bf16"
+        None,
+        description="mean |Δlogp| of any two sides, nats; default 1e-5 for fp32, 1e-2 for bf16, 3e-2 for mxfp8",
     )
 
 
