@@ -13,8 +13,8 @@ from beam_rl.adapter_files import read_adapter
 from beam_rl.data import PromptStream, read_prompts
 from beam_rl.errors import InputError
 from beam_rl.layout import check_layout
-from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.lora import Adapter, adapter_of
+from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.recipe.tree import DataSource, Recipe
 from beam_rl.samples import Prompt
 from beam_rl.step import Display, Phase

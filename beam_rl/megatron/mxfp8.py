@@ -86,6 +86,23 @@ class Product(torch.autograd.Function):
         return grad_x, grad_weight
 
 
+class WeightProduct(torch.autograd.Function):
+    """The same with activations and gradients left in BF16; the weight is rounded along its inputs in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return x @ rounded(weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ rounded(weight) if ctx.needs_input_grad[0] else None
+        if x is None:
+            return grad_x, None
+        return grad_x, grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
 def _rounded(matrix: Tensor, dim: int) -> Tensor:
     """The matrix in blocks along `dim`, which zeros fill up to whole blocks."""
     missing = -matrix.shape[dim] % BLOCK
@@ -95,6 +112,8 @@ def _rounded(matrix: Tensor, dim: int) -> Tensor:
 class _Emulated:
     """One of Megatron's linear layers with another product; what ranks exchange around it is Megatron's."""
 
+    config: Any
+
     def _forward_impl(
         self, input: Tensor, weight: Tensor, *, allreduce_dgrad: bool, sequence_parallel: bool, tp_group: Any, **_: Any
     ) -> Tensor:
@@ -102,7 +121,8 @@ class _Emulated:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        return Product.apply(input, weight)
+        product = Product if self.config.mxfp8.activations else WeightProduct
+        return product.apply(input, weight)
 
 
 class Mxfp8ColumnParallelLinear(_Emulated, ColumnParallelLinear):

@@ -102,7 +102,9 @@ class Trainer:
             return None
         kept, parallel = self.settings.mxfp8, self.settings.parallel
         try:
-            scheme = scheme_of(hf, kept.keep_first_layers, kept.keep_last_layers, kept.activations, parallel.tp, parallel.etp)
+            scheme = scheme_of(
+                hf, kept.keep_first_layers, kept.keep_last_layers, kept.activations, parallel.tp, parallel.etp
+            )
         except ValueError as error:
             raise InputError(f"trainer.precision = mxfp8: {error}") from None
         print(f"trainer.precision = mxfp8: {mxfp8.who_multiplies()}", flush=True)
