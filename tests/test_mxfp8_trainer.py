@@ -22,7 +22,7 @@ from beam_rl.megatron import mxfp8
 from beam_rl.megatron import trainer as trainer_module
 from beam_rl.megatron.bridge import QKVG, merge_qkvg
 from beam_rl.megatron.lora_layers import AdaptedLinear
-from beam_rl.megatron.model import config_from_hf
+from beam_rl.megatron.model import config_from_hf, layout_fields
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.mxfp8.format import dequantize, quantize
 from beam_rl.mxfp8.scheme import scheme_of
@@ -250,7 +250,8 @@ def test_transformer_engine_is_told_of_mxfp8_where_the_gpu_has_it(monkeypatch: p
     assert here.fp8 is None and here.mxfp8 == scheme
     monkeypatch.setattr(mxfp8, "is_native", lambda: True)
     monkeypatch.setattr(transformer_config, "is_te_min_version", lambda version: True)
-    config = config_from_hf(hf, torch.bfloat16, torch.device("cpu"), scheme)
+    layout = layout_fields(Parallel(), 7, "selective")
+    config = config_from_hf(hf, torch.bfloat16, torch.device("cpu"), scheme, **layout)
     assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("e4m3", "mxfp8", False)
     plain = [layer for layer in range(7) if is_first_last_bf16_layer(config, layer)]
     assert plain == [layer for layer in range(7) if not scheme.has_layer(layer)] == [0, 1]

@@ -33,14 +33,11 @@ class Quantized:
 
 def quantize(x: Tensor, dim: int = -1) -> Quantized:
     """x in blocks of 32 along `dim`. Raises ValueError if 32 does not divide that dimension."""
-    dim %= x.ndim
-    if x.shape[dim] % BLOCK:
-        raise ValueError(f"MXFP8 has blocks of {BLOCK}, which do not divide dimension {dim} of {tuple(x.shape)}")
+    dim = _divided(x, dim)
     if x.is_cuda:
-        from beam_rl.mxfp8.kernel import quantize_last  # a torch for CPUs comes without Triton
+        from beam_rl.mxfp8 import kernel  # a torch for CPUs comes without Triton
 
-        payload, scales = quantize_last(x.movedim(dim, -1))
-        return Quantized(payload.movedim(-1, dim), scales.movedim(-1, dim), dim)
+        return Quantized(*kernel.quantize(x, dim), dim)
     payload, byte = _quantize_blocks(x, dim)
     return Quantized(payload.flatten(dim, dim + 1), byte.squeeze(dim + 1).to(torch.uint8), dim)
 
@@ -53,11 +50,21 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def rounded(x: Tensor, dim: int = -1) -> Tensor:
-    """x as MXFP8 has it, in x's dtype."""
-    if x.is_cuda or x.shape[dim] % BLOCK:
-        return dequantize(quantize(x, dim), x.dtype)
-    dim %= x.ndim
+    """x as MXFP8 has it, in x's dtype: what is quantized along `dim` stands for."""
+    dim = _divided(x, dim)
+    if x.is_cuda:
+        from beam_rl.mxfp8 import kernel
+
+        return kernel.rounded(x, dim)
     return _dequantize_blocks(*_quantize_blocks(x, dim), dim, x.dtype)
+
+
+def _divided(x: Tensor, dim: int) -> int:
+    """The dimension, counted from 0. Raises ValueError if 32 does not divide it."""
+    dim %= x.ndim
+    if x.shape[dim] % BLOCK:
+        raise ValueError(f"MXFP8 has blocks of {BLOCK}, which do not divide dimension {dim} of {tuple(x.shape)}")
+    return dim
 
 
 def _quantize_blocks(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,10 @@
-"""MXFP8 quantization of a tensor's last dimension in one Triton kernel; the same bits as `format.quantize`.
+"""MXFP8 on a GPU in one Triton kernel, along any dimension; the same bits as `format` in plain torch.
 
-E4M3 is rounded in integers: Triton's own conversion wants compute capability 8.9, and this one has the same bits in
-Triton's interpreter.
+E4M3 is rounded in FP32's bits: Triton's own conversion wants compute capability 8.9, and this one is the same in Triton's
+interpreter.
 """
+
+import math
 
 import torch
 import triton
@@ -21,43 +23,68 @@ def _scale_value(byte):
 
 
 @triton.jit
-def _e4m3(v):
-    """Bits of v (FP32, no NaN) as E4M3: to nearest even, 448 at most."""
-    bits = v.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)
-    normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20  # 120: FP32's bias less E4M3's
+def _nearest(magnitude):
+    """The E4M3 value next to an FP32 number from 0 to 448, the even one of two, in FP32."""
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20 << 20).to(tl.float32, bitcast=True)
     # Below 2^-6 E4M3 has steps of 2^-9, as FP32 has at 2^14: an addition there rounds.
-    magnitude = size.to(tl.float32, bitcast=True)
-    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(size < 0x3C800000, small, normal)
-    return sign | code
+    return tl.where(magnitude < 0.015625, (magnitude + 16384.0) - 16384.0, normal)
 
 
 @triton.jit
-def _quantize_kernel(x, payload, scales, blocks, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Each program has BLOCKS blocks of WIDTH elements, one after the other in memory."""
+def _code(value):
+    """The bits of an E4M3 value that is not negative."""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(value < 0.015625, (value * 512.0).to(tl.int32), (bits >> 20) - 960)  # 960: both exponents' biases
+
+
+@triton.jit
+def _kernel(x, payload, scales, blocks, inner, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, ROUND: tl.constexpr):
+    """BLOCKS blocks of WIDTH elements, which are `inner` elements apart. ROUND: writes what they stand for, no scales."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    valid = block < blocks
-    places = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    values = tl.load(x + places, mask=valid[:, None], other=0.0).to(tl.float32)
+    valid = (block < blocks)[:, None]
+    first = block // inner * inner * WIDTH + block % inner
+    places = first[:, None] + tl.arange(0, WIDTH)[None, :] * inner
+    values = tl.load(x + places, mask=valid, other=0.0).to(tl.float32)
+    bits = values.to(tl.int32, bitcast=True)
     # On bits: magnitudes are ordered as their bits are, NaNs above infinity.
-    amax = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    amax = tl.max(bits & 0x7FFFFFFF, 1)
     byte = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
     byte = tl.where(amax == 0x7F800000, 254, tl.where(amax > 0x7F800000, 0, byte))
-    code = _e4m3(values * _scale_value(254 - byte)[:, None])  # divided by the scale
-    code = tl.where((amax > 0x7F800000)[:, None], 0x7F, code).to(tl.uint8)
-    tl.store(payload + places, code, mask=valid[:, None])
-    tl.store(scales + block, byte.to(tl.uint8), mask=valid)
+    is_nan = (amax > 0x7F800000)[:, None]
+    scaled = tl.abs(values) * _scale_value(254 - byte)[:, None]  # divided by the scale
+    value = _nearest(tl.minimum(tl.where(is_nan, 0.0, scaled), 448.0))
+    if ROUND:
+        value *= _scale_value(byte)[:, None]
+        value = (value.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+        tl.store(payload + places, tl.where(is_nan, float("nan"), value).to(payload.dtype.element_ty), mask=valid)
+    else:
+        code = tl.where(is_nan, 0x7F, _code(value) | ((bits >> 24) & 0x80))
+        tl.store(payload + places, code.to(tl.uint8), mask=valid)
+        tl.store(scales + block, byte.to(tl.uint8), mask=block < blocks)
 
 
-def quantize_last(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Payload (float8_e4m3fn, of x's shape) and scales (uint8) of x along its last dimension, a multiple of 32."""
-    x = x.contiguous()
+def quantize(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Payload (float8_e4m3fn, of x's shape) and scales (uint8) of x along `dim` (from 0), a multiple of 32."""
     payload = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(*x.shape[:-1], x.shape[-1] // BLOCK, dtype=torch.uint8, device=x.device)
-    blocks = scales.numel()
-    if blocks:
-        grid = (triton.cdiv(blocks, BLOCKS_PER_PROGRAM),)
-        _quantize_kernel[grid](x, payload, scales, blocks, BLOCKS=BLOCKS_PER_PROGRAM, WIDTH=BLOCK)
+    shape = list(x.shape)
+    shape[dim] //= BLOCK
+    scales = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    _launch(x, payload, scales, dim)
     return payload.view(torch.float8_e4m3fn), scales
+
+
+def rounded(x: Tensor, dim: int) -> Tensor:
+    """x as MXFP8 has it along `dim` (from 0), in x's dtype."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, out, None, dim)
+    return out
+
+
+def _launch(x: Tensor, out: Tensor, scales: Tensor | None, dim: int) -> None:
+    blocks = x.numel() // BLOCK
+    if blocks:
+        _kernel[(triton.cdiv(blocks, BLOCKS_PER_PROGRAM),)](
+            x.contiguous(), out, out if scales is None else scales, blocks, math.prod(x.shape[dim + 1 :]),
+            WIDTH=BLOCK, BLOCKS=BLOCKS_PER_PROGRAM, ROUND=scales is None,
+        )  # fmt: skip
