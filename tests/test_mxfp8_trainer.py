@@ -24,8 +24,8 @@ from beam_rl.megatron.bridge import QKVG, merge_qkvg
 from beam_rl.megatron.lora_layers import AdaptedLinear
 from beam_rl.megatron.model import config_from_hf, layout_fields
 from beam_rl.megatron.trainer import Trainer
-from beam_rl.mxfp8.format import dequantize, quantize
-from beam_rl.mxfp8.scheme import scheme_of
+from beam_rl.mxfp8.format import dequantize, quantize, rounded
+from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.recipe.tree import Mxfp8, Nvme, Optimizer, Parallel
 
 LR = 1e-3
@@ -248,7 +248,7 @@ def test_transformer_engine_is_told_of_mxfp8_where_the_gpu_has_it(monkeypatch: p
     scheme = scheme_of(hf, keep_first_layers=2)
     here = config_from_hf(hf, torch.bfloat16, torch.device("cpu"), scheme)
     assert here.fp8 is None and here.mxfp8 == scheme
-    monkeypatch.setattr(mxfp8, "is_native", lambda: True)
+    monkeypatch.setattr(mxfp8, "is_native", lambda scheme: True)
     monkeypatch.setattr(transformer_config, "is_te_min_version", lambda version: True)
     layout = layout_fields(Parallel(), 7, "selective")
     config = config_from_hf(hf, torch.bfloat16, torch.device("cpu"), scheme, **layout)
@@ -257,10 +257,25 @@ def test_transformer_engine_is_told_of_mxfp8_where_the_gpu_has_it(monkeypatch: p
     assert plain == [layer for layer in range(7) if not scheme.has_layer(layer)] == [0, 1]
 
 
+def test_weights_alone_are_rounded_where_the_recipe_says_so() -> None:
+    """As vLLM's kernels for Hopper multiply: activations and gradients stay what they are."""
+    trainer = tiny.trainer(precision="mxfp8", mxfp8=Mxfp8(activations=False))
+    layer = trainer.model.decoder.layers[0].mlp.linear_fc1
+    x = torch.randn(9, 1, 64).bfloat16().requires_grad_()
+    y, _ = layer(x)
+    y.sum().backward()
+    weight, ones = rounded(layer.weight.detach()), torch.ones_like(y)
+    assert torch.equal(y, x @ weight.t()) and torch.equal(x.grad, ones @ weight)
+    assert torch.equal(mxfp8.WeightProduct.apply(x, layer.weight), y)
+    assert not torch.equal(y, mxfp8.Product.apply(x, layer.weight))
+    losses, _ = trained(mxfp8=Mxfp8(activations=False))
+    assert losses[2] < losses[0]
+
+
 @pytest.mark.gpu
 def test_transformer_engine_computes_what_the_emulation_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first test to run on a GPU that multiplies MXFP8: log-probabilities, gradient norms, recomputation."""
-    if not mxfp8.is_native():
+    if not mxfp8.is_native(Scheme(7)):
         pytest.skip("needs a GPU of compute capability 10 and Transformer Engine")
     batch = pad(BATCH, Parallel(), tiny.EXPERTS, token_block("mxfp8"))
 
@@ -271,6 +286,6 @@ def test_transformer_engine_computes_what_the_emulation_does(monkeypatch: pytest
 
     logp, norm = seen()
     assert np.isclose(seen(recompute="selective")[1], norm, rtol=1e-3)
-    monkeypatch.setattr(mxfp8, "is_native", lambda: False)
+    monkeypatch.setattr(mxfp8, "is_native", lambda scheme: False)
     emulated_logp, emulated_norm = seen()
     assert np.abs(logp - emulated_logp).mean() < 0.02 and np.isclose(norm, emulated_norm, rtol=0.05)

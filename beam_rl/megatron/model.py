@@ -118,7 +118,7 @@ def config_from_hf(
         variable_seq_lengths=True,
         device=device,
         mxfp8=scheme,
-        **(mxfp8.native_fields(scheme) if scheme and mxfp8.is_native() else {}),
+        **(mxfp8.native_fields(scheme) if scheme and mxfp8.is_native(scheme) else {}),
         **_moe_fields(hf),
         **parallel,
     )
@@ -327,7 +327,7 @@ def _megatrons(column: type, row: type, down: type) -> Linears:
 
 def layer_spec(config: BeamConfig, layer: int) -> ModuleSpec:
     """Of a layer by its global number, from 0."""
-    emulated = config.mxfp8 is not None and config.mxfp8.has_layer(layer) and not mxfp8.is_native()
+    emulated = config.mxfp8 is not None and config.mxfp8.has_layer(layer) and not mxfp8.is_native(config.mxfp8)
     kind, sparse = linears(emulated), config.moe_layer_freq[layer]
     attention = ModuleSpec(
         module=BeamSelfAttention,

@@ -28,16 +28,18 @@ from beam_rl.mxfp8.scheme import Scheme
 NATIVE_CAPABILITY = (10, 0)  # Blackwell
 
 
-def is_native() -> bool:
-    """Whether Transformer Engine does it: on a GPU that multiplies MXFP8."""
-    return compat.has_transformer_engine() and torch.cuda.get_device_capability() >= NATIVE_CAPABILITY
+def is_native(scheme: Scheme) -> bool:
+    """Whether Transformer Engine does it: on a GPU that multiplies MXFP8, and rounds activations too."""
+    capable = compat.has_transformer_engine() and torch.cuda.get_device_capability() >= NATIVE_CAPABILITY
+    return capable and scheme.activations
 
 
-def who_multiplies() -> str:
+def who_multiplies(scheme: Scheme) -> str:
     """For the log."""
-    if is_native():
+    if is_native(scheme):
         return "Transformer Engine multiplies MXFP8 on this GPU"
-    return "emulated: operands are rounded to MXFP8 and multiplied as BF16"
+    operands = "operands" if scheme.activations else "weights"
+    return f"emulated: {operands} are rounded to MXFP8 and multiplied as BF16"
 
 
 def native_fields(scheme: Scheme) -> dict[str, Any]:

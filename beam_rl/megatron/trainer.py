@@ -107,7 +107,7 @@ class Trainer:
             )
         except ValueError as error:
             raise InputError(f"trainer.precision = mxfp8: {error}") from None
-        print(f"trainer.precision = mxfp8: {mxfp8.who_multiplies()}", flush=True)
+        print(f"trainer.precision = mxfp8: {mxfp8.who_multiplies(scheme)}", flush=True)
         return scheme
 
     def _adapted(self, adapter: Adapter) -> AdaptedModel:
