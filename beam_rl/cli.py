@@ -149,11 +149,17 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="The adapter, for PEFT and vLLM.")] = False,
     merged: Annotated[bool, typer.Option("--merged", help="All weights, with what the adapter adds.")] = False,
     full: Annotated[bool, typer.Option("--full", help="All weights of a run without an adapter.")] = False,
+    mxfp8: Annotated[bool, typer.Option("--mxfp8", help="The same quantized, of a run in MXFP8, for vLLM.")] = False,
 ) -> None:
     """Write a checkpoint as an HF folder that transformers and vLLM load: the adapter, where the run trains one."""
     from beam_rl.start import run_export
 
-    forms: tuple[tuple[ExportForm, bool], ...] = (("adapter", adapter), ("merged", merged), ("full", full))
+    forms: tuple[tuple[ExportForm, bool], ...] = (
+        ("adapter", adapter),
+        ("merged", merged),
+        ("full", full),
+        ("mxfp8", mxfp8),
+    )
     asked = [form for form, wanted in forms if wanted]
     if len(asked) > 1:
         raise InputError(f"--{asked[0]} and --{asked[1]}: name one form")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from beam_rl.adapter_files import read_adapter
@@ -13,6 +14,7 @@ from beam_rl.data import PromptStream, read_prompts
 from beam_rl.errors import InputError
 from beam_rl.layout import check_layout
 from beam_rl.lora import Adapter, adapter_of
+from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.recipe.tree import DataSource, Recipe
 from beam_rl.samples import Prompt
 from beam_rl.step import Display, Phase
@@ -100,7 +102,7 @@ def _tiny(recipe: Recipe, display: Display) -> Path:
             phase = phase or shown.enter_context(display.phase("warm-starting the tiny Beam", steps, once=True))
             phase.advance()
 
-        return cached_tiny(recipe.seed, recipe.trainer.precision, progress)
+        return cached_tiny(recipe.seed, recipe.trainer.dtype, progress)
 
 
 def check_beam(path: Path) -> dict[str, Any]:
@@ -132,6 +134,18 @@ def adapter_for(recipe: Recipe, model_path: Path) -> Adapter | None:
         return adapter_of(recipe.model.lora, config["num_experts_per_tok"])
     except ValueError as e:
         raise InputError(str(e)) from None
+
+
+def scheme_for(recipe: Recipe, model_path: Path) -> Scheme | None:
+    """Which of that checkpoint's weights engines have in MXFP8; InputError if they can't, None where none is."""
+    if recipe.rollout_precision != "mxfp8":
+        return None
+    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    kept = recipe.trainer.mxfp8
+    try:
+        return scheme_of(SimpleNamespace(**config), kept.keep_first_layers, kept.keep_last_layers, kept.activations)
+    except ValueError as e:
+        raise InputError(f"rollout.precision = {recipe.rollout.precision}: {e}") from None
 
 
 def start_adapter(recipe: Recipe) -> str | None:

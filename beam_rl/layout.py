@@ -4,6 +4,7 @@ Plain numpy, for the driver that ships micro-batches as well as for the ranks th
 token arrays whole, and of the routes only the rows and columns it replays. Knows nothing about torch or Megatron.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beam_rl.lora import ATTENTION_INPUTS, ATTENTION_OUTPUT, DENSE_INPUTS, DENSE_OUTPUT, EXPERTS, Adapter
+from beam_rl.mxfp8 import BLOCK
 from beam_rl.recipe.tree import Parallel
 from beam_rl.samples import MicroBatch
 
@@ -180,8 +182,13 @@ def routed_rows(cu_tokens: NDArray[np.int32], place: Place) -> NDArray[np.int64]
 # --- micro-batches ----------------------------------------------------------------------------------------
 
 
-def pad(batch: MicroBatch, parallel: Parallel, num_experts: int) -> MicroBatch:
-    """The micro-batch with as much padding as the layout needs to split its tokens evenly.
+def token_block(precision: str) -> int:
+    """A rank's tokens in a micro-batch are a multiple of this: MXFP8 sums over them in blocks."""
+    return BLOCK if precision == "mxfp8" else 1
+
+
+def pad(batch: MicroBatch, parallel: Parallel, num_experts: int, block: int = 1) -> MicroBatch:
+    """The micro-batch with as much padding as the layout needs to split its tokens evenly, in multiples of `block`.
 
     Context parallelism lengthens every sample to a multiple of 2·cp; the rest of the padding is a sample of its own.
     Padding has `sample` = PADDING, no response and no weight, repeats the pack's own tokens, and replays distinct
@@ -190,7 +197,7 @@ def pad(batch: MicroBatch, parallel: Parallel, num_experts: int) -> MicroBatch:
     each = 2 * parallel.cp if parallel.cp > 1 else 1
     lengths = np.diff(batch.cu_tokens).astype(np.int64)
     padded = -(-lengths // each) * each
-    rest = -int(padded.sum()) % (each * (parallel.tp if parallel.sp else 1))
+    rest = -int(padded.sum()) % (math.lcm(each, block * parallel.cp) * (parallel.tp if parallel.sp else 1))
     if rest:
         padded = np.append(padded, rest)
     elif (padded == lengths).all():
@@ -227,18 +234,20 @@ def _spread_routes(rows: int, shape: tuple[int, ...], num_experts: int) -> NDArr
     return (first[..., None] + np.arange(top_k)) % num_experts
 
 
-def padding_only(like: MicroBatch, parallel: Parallel, num_experts: int) -> MicroBatch:
+def padding_only(like: MicroBatch, parallel: Parallel, num_experts: int, block: int = 1) -> MicroBatch:
     """A micro-batch of nothing but padding, for a rank that has fewer than the others; `like` is any other one."""
     cut = {f.name: v[:1] for f in fields(like) if f.name != "cu_tokens" and (v := getattr(like, f.name)) is not None}
     one = replace(like, **cut, cu_tokens=np.array([0, 1], np.int32))
-    cu = np.array([0, len(pad(one, parallel, num_experts).tokens)], np.int32)
+    cu = np.array([0, len(pad(one, parallel, num_experts, block).tokens)], np.int32)
     whole = _spread(one, np.array([0]), cu, num_experts)
     empty = {"sample": np.full(cu[1], PADDING, np.int32), "response": np.zeros(cu[1], np.bool_)}
     zero = {name: np.zeros_like(getattr(whole, name)) for name in ("weight", "advantage", "logp_engine")}
     return replace(whole, **empty, **zero)
 
 
-def even_out(replicas: Sequence[Sequence[MicroBatch]], parallel: Parallel, num_experts: int) -> list[list[MicroBatch]]:
+def even_out(
+    replicas: Sequence[Sequence[MicroBatch]], parallel: Parallel, num_experts: int, block: int = 1
+) -> list[list[MicroBatch]]:
     """The micro-batches of each data-parallel replica, filled up with `padding_only` so that all have equally many.
 
     Expert parallelism couples the replicas: each must run as many as the others. An interleaved pipeline runs them in
@@ -248,7 +257,7 @@ def even_out(replicas: Sequence[Sequence[MicroBatch]], parallel: Parallel, num_e
     count = -(-max(map(len, replicas)) // group) * group
     if not count:
         return [[] for _ in replicas]
-    filler = padding_only(next(b for batches in replicas for b in batches), parallel, num_experts)
+    filler = padding_only(next(b for batches in replicas for b in batches), parallel, num_experts, block)
     return [[*batches, *[filler] * (count - len(batches))] for batches in replicas]
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beam_rl.files import folder_for
-from beam_rl.inputs import adapter_for, start_adapter
-from beam_rl.layout import cut_routes, even_out, pad, place_of
+from beam_rl.inputs import adapter_for, scheme_for, start_adapter
+from beam_rl.layout import cut_routes, even_out, pad, place_of, token_block
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
 from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
@@ -348,8 +348,8 @@ class Policy:
         trainer = self.recipe.trainer
         plan = plan_packs([s.model_tokens for s in samples], trainer.token_budget, trainer.parallel.dp)
         packs = [[pack_one(samples, indices) for indices in replica if indices] for replica in plan]
-        padded = [[pad(m, trainer.parallel, self.num_experts) for m in replica] for replica in packs]
-        return even_out(padded, trainer.parallel, self.num_experts)
+        layout = (trainer.parallel, self.num_experts, token_block(trainer.precision))
+        return even_out([[pad(m, *layout) for m in replica] for replica in packs], *layout)
 
     def _first(self, method: str, *args: Any) -> Any:
         """One call to the first rank, which alone speaks with the engines. Raises RankError if it dies or hangs."""
@@ -388,6 +388,8 @@ def _settings(recipe: Recipe, model_path: Path, logs: Path) -> Any:
     nvme = t.optimizer.nvme.path
     return TrainerSettings(
         precision=t.precision,
+        mxfp8=t.mxfp8,
+        engine_mxfp8=scheme_for(recipe, model_path),
         numerics=t.numerics,
         deterministic=t.deterministic,
         temperature=recipe.rollout.temperature,

@@ -128,9 +128,13 @@ def _export_form(asked: "ExportForm | None", recipe: Recipe) -> "ExportForm":
     if recipe.model.lora is None:
         if asked in ("adapter", "merged"):
             raise InputError(f"--{asked}: this run trains all weights (it has no model.lora); use --full")
-        return "full"
-    if asked == "full":
-        raise InputError("--full: this run trains an adapter (it has model.lora); use --adapter or --merged")
+        if asked == "mxfp8" and recipe.rollout_precision != "mxfp8":
+            raise InputError(
+                "--mxfp8: neither trainer.precision nor rollout.precision of this run is mxfp8; use --full"
+            )
+        return asked or "full"
+    if asked in ("full", "mxfp8"):
+        raise InputError(f"--{asked}: this run trains an adapter (it has model.lora); use --adapter or --merged")
     return asked or "adapter"
 
 

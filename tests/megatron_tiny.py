@@ -34,6 +34,7 @@ from beam_rl.seats import LOOPBACK, free_port  # noqa: E402
 VOCAB, EXPERTS, TOP_K, MOE_LAYERS = 64, 16, 4, 4
 replace = dataclasses.replace
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CHECKPOINT = {"mxfp8": "bf16"}  # which one a precision that is not a dtype trains
 
 
 @functools.cache
@@ -125,7 +126,7 @@ def settings(**changes: Any) -> TrainerSettings:
 def trainer(**changes: Any) -> Trainer:
     """A trainer of one rank; trainers of one process share their process group."""
     s = settings(**changes)
-    return Trainer(str(checkpoint(s.precision)), s, 0, 1, meeting_point())
+    return Trainer(str(checkpoint(CHECKPOINT.get(s.precision, s.precision))), s, 0, 1, meeting_point())
 
 
 def micro_batch(lengths: Sequence[int], seed: int = 0, routes: bool = True) -> MicroBatch:

@@ -100,6 +100,11 @@ def test_padding_makes_a_pack_even_and_takes_no_part() -> None:
     assert after.cu_tokens.tolist() == [0, 16, 24, 32]  # 32 = 2 · cp · tp
     after = pad(tiny.micro_batch([13, 8]), Parallel(cp=2, tp=8, sp=True), tiny.EXPERTS)
     assert after.cu_tokens.tolist() == [0, 16, 24, 32]
+    after = pad(batch, Parallel(), tiny.EXPERTS, block=32)
+    assert after.cu_tokens.tolist() == [0, 13, 21, 26, 32]
+    after = pad(batch, Parallel(cp=2, tp=2, sp=True), tiny.EXPERTS, block=32)
+    assert after.cu_tokens.tolist() == [0, 16, 24, 32, 128]
+    check_padding(batch, after)
 
 
 def test_padding_is_spread_over_all_experts() -> None:

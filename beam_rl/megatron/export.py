@@ -16,24 +16,32 @@ from torch import Tensor
 
 from beam_rl.errors import InputError
 from beam_rl.files import whole_folder
+from beam_rl.mxfp8.scheme import Scheme
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
 def export_checkpoint(
-    tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path, dtype: torch.dtype, file_bytes: int = 4 * 2**30
+    tensors: Iterable[tuple[str, Tensor]],
+    source: Path,
+    target: Path,
+    dtype: torch.dtype,
+    scheme: Scheme | None = None,
+    file_bytes: int = 4 * 2**30,
 ) -> None:
     """Writes `tensors`, and what else the source checkpoint has (config, tokenizer), to `target`.
 
     Args:
-        dtype: noted in config.json as the weights' dtype. file_bytes: largest size of a file with several tensors.
+        dtype: noted in config.json as the weights' dtype.
+        scheme: has the weights that it names written in MXFP8.
+        file_bytes: largest size of a file with several tensors.
     Raises:
         InputError: `target` exists and is not an empty folder.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target} exists already: export to a new folder")
     with whole_folder(target) as partial:
-        files = _write_files(tensors, partial, file_bytes)
+        files = _write_files(scheme.quantized(tensors) if scheme else tensors, partial, file_bytes)
         _name_files(partial, files)
         for file in source.iterdir():
             if file.is_file() and not file.name.endswith(_WEIGHTS):
@@ -41,6 +49,8 @@ def export_checkpoint(
         config = json.loads((source / "config.json").read_text())
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
+        if scheme:
+            config["quantization_config"] = scheme.hf_config()
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

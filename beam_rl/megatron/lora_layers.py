@@ -80,6 +80,9 @@ class GroupedExpertAdapter(GroupedExpertLinearAdapter):
         super().__init__(*args, **kwargs)
         self.activation = _WholeHidden(self.expert_tp_group, self.input_is_parallel)
 
+    def _is_te_fp8_enabled(self) -> bool:
+        return False  # the adapter of an MXFP8 base is BF16
+
     def _gather_along_last_dim(self, tensor: Tensor) -> Tensor:
         if self.input_is_parallel:
             return _own_columns(tensor, self.expert_tp_group)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -32,10 +32,11 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 
 from beam_rl.layout import stage_layers
-from beam_rl.megatron import compat
+from beam_rl.megatron import compat, mxfp8
 from beam_rl.megatron.attention import BeamCore, BeamSelfAttention
 from beam_rl.megatron.packing import Agreement, Pack
 from beam_rl.megatron.router import BeamRouter
+from beam_rl.mxfp8.scheme import Scheme
 from beam_rl.recipe.tree import Parallel
 
 compat.require_installed()
@@ -55,6 +56,7 @@ class BeamConfig(TransformerConfig):
     routed_scaling_factor: float = 0.0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     routed_columns: tuple[int, ...] | None = None  # of the model's MoE layers, those that a pack has routes for
+    mxfp8: Scheme | None = None  # the weights that multiply in MXFP8; None: none does
 
     @property
     def moe_layers(self) -> list[int]:
@@ -67,11 +69,14 @@ def silu_fp32(x: Tensor) -> Tensor:
     return F.silu(x.float())
 
 
-def config_from_hf(hf: Any, dtype: torch.dtype, device: torch.device, **parallel: Any) -> BeamConfig:
+def config_from_hf(
+    hf: Any, dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None, **parallel: Any
+) -> BeamConfig:
     """Beam's configuration from its `config.json`.
 
     Args:
         hf: transformers' BeamConfig. dtype: of the activations and of every weight but the router's.
+        scheme: the weights that multiply in MXFP8.
         parallel: Megatron's parallel sizes and recomputation settings, by Megatron's names.
     """
     full = [int(kind == "full_attention") for kind in hf.layer_types]
@@ -112,6 +117,8 @@ def config_from_hf(hf: Any, dtype: torch.dtype, device: torch.device, **parallel
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         device=device,
+        mxfp8=scheme,
+        **(mxfp8.native_fields(scheme) if scheme and mxfp8.is_native(scheme) else {}),
         **_moe_fields(hf),
         **parallel,
     )
@@ -222,6 +229,10 @@ class BeamRowParallelLinear(RoundingInput, RowParallelLinear):
     pass
 
 
+class BeamMxfp8RowParallelLinear(RoundingInput, mxfp8.Mxfp8RowParallelLinear):
+    pass
+
+
 class BeamSequentialMLP(WeightedOutputs, SequentialMLP):
     pass
 
@@ -237,7 +248,7 @@ class BeamMoELayer(MoELayer):
         self, hidden: Tensor, routes: Tensor | None = None, agreement: Agreement | None = None
     ) -> tuple[Tensor, None]:
         if self.moe_layer_recompute and self.training:
-            return tensor_parallel.checkpoint(self._forward, False, hidden, routes, agreement), None
+            return mxfp8.checkpoint(self.config, self._forward, hidden, routes, agreement), None
         return self._forward(hidden, routes, agreement), None
 
     def _forward(self, hidden: Tensor, routes: Tensor | None, agreement: Agreement | None) -> Tensor:
@@ -271,7 +282,7 @@ class BeamLayer(TransformerLayer):
         if self.is_moe_layer:
             out = self.mlp(normed, self._routes(packed_seq_params), packed_seq_params.agreement)
         elif self.recompute_mlp:
-            out = tensor_parallel.checkpoint(self.mlp, False, normed)
+            out = mxfp8.checkpoint(self.config, self.mlp, normed)
         else:
             out = self.mlp(normed)
         return self._forward_post_mlp(out, hidden)
@@ -288,7 +299,7 @@ class BeamLayer(TransformerLayer):
 
 @dataclass
 class Linears:
-    """The linear layers of a machine: Megatron's own, or Transformer Engine's."""
+    """The linear layers of a model's layer: Megatron's own, Transformer Engine's, or emulated MXFP8 ones."""
 
     column: type
     row: type  # output projection of the attention
@@ -296,11 +307,12 @@ class Linears:
     experts: Callable[..., Any]
 
 
-def linears() -> Linears:
+def linears(emulated: bool = False) -> Linears:
+    """emulated: in MXFP8. Transformer Engine's layers have MXFP8 of their own (`mxfp8.native_fields`)."""
+    if emulated:
+        return _megatrons(mxfp8.Mxfp8ColumnParallelLinear, mxfp8.Mxfp8RowParallelLinear, BeamMxfp8RowParallelLinear)
     if not compat.has_transformer_engine():
-        dense = MLPSubmodules(ColumnParallelLinear, BeamRowParallelLinear)
-        experts = partial(BeamSequentialMLP, submodules=dense)
-        return Linears(ColumnParallelLinear, RowParallelLinear, BeamRowParallelLinear, experts)
+        return _megatrons(ColumnParallelLinear, RowParallelLinear, BeamRowParallelLinear)
     from megatron.core.extensions import transformer_engine as te
 
     down = type("BeamTERowParallelLinear", (RoundingInput, te.TERowParallelLinear), {})
@@ -309,8 +321,14 @@ def linears() -> Linears:
     return Linears(te.TEColumnParallelLinear, te.TERowParallelLinear, down, partial(BeamGroupedMLP, submodules=grouped))
 
 
-def layer_spec(sparse: bool) -> ModuleSpec:
-    kind = linears()
+def _megatrons(column: type, row: type, down: type) -> Linears:
+    return Linears(column, row, down, partial(BeamSequentialMLP, submodules=MLPSubmodules(column, down)))
+
+
+def layer_spec(config: BeamConfig, layer: int) -> ModuleSpec:
+    """Of a layer by its global number, from 0."""
+    emulated = config.mxfp8 is not None and config.mxfp8.has_layer(layer) and not mxfp8.is_native(config.mxfp8)
+    kind, sparse = linears(emulated), config.moe_layer_freq[layer]
     attention = ModuleSpec(
         module=BeamSelfAttention,
         params={"attn_mask_type": AttnMaskType.padding_causal},
@@ -344,7 +362,7 @@ def build_model(config: BeamConfig, pre_process: bool, post_process: bool, vp_st
     """The layers of this process's pipeline stage, weights not initialized."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    specs = [layer_spec(bool(config.moe_layer_freq[i])) for i in here]
+    specs = [layer_spec(config, i) for i in here]
     return BeamModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=BeamRMSNorm),

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from beam_rl.layout import PADDING, Place, context_rows, cut_routes, pad
+from beam_rl.layout import PADDING, Place, context_rows, cut_routes, pad, token_block
 from beam_rl.megatron import attention, logprobs
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.parity.record import Recorder, Records
@@ -34,9 +34,10 @@ def probe(trainer: Trainer, sequences: Sequence[MicroBatch]) -> dict[int, Record
     """
     place = trainer.place
     mine = _share(len(sequences), place)
-    padded = [pad(sequences[i], place.parallel, trainer.config.num_moe_experts) for i in mine]
-    recorder = Recorder()
     settings = trainer.settings
+    layout = (place.parallel, trainer.config.num_moe_experts, token_block(settings.precision))
+    padded = [pad(sequences[i], *layout) for i in mine]
+    recorder = Recorder()
     longest = max(len(batch.tokens) for batch in padded)
     trainer.settings = replace(settings, routing_replay=True, chunk_tokens=longest)  # one chunk: one record
     try:

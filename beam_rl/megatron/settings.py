@@ -7,14 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beam_rl.lora import Adapter
-from beam_rl.recipe.tree import Optimizer, Parallel
+from beam_rl.mxfp8.scheme import Scheme
+from beam_rl.recipe.tree import Mxfp8, Optimizer, Parallel
 
-ExportForm = Literal["adapter", "merged", "full"]
+ExportForm = Literal["adapter", "merged", "full", "mxfp8"]
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    precision: Literal["fp32", "bf16"]  # of the activations and of every weight but the router's
+    precision: Literal["fp32", "bf16", "mxfp8"]  # of every weight but the router's; mxfp8: BF16, projections in MXFP8
     numerics: Literal["engine", "reference"]  # of the logits: rounded after the softcap as in vLLM, or FP32
     temperature: float  # as at sampling
     routing_replay: bool  # use a micro-batch's routes where it has them
@@ -22,6 +23,8 @@ class TrainerSettings:
     seed: int
     optimizer: Optimizer
     parallel: Parallel
+    mxfp8: Mxfp8 = Mxfp8()  # with precision mxfp8: the layers that are not
+    engine_mxfp8: Scheme | None = None  # the weights that engines get in MXFP8; None: none
     recompute: Literal["none", "selective", "full"] = "none"
     collective_timeout_s: float = 600.0  # for one rank to wait for the others in one operation
     chunk_tokens: int = 1024  # tokens whose FP32 logits exist at one time

@@ -24,7 +24,7 @@ from beam_rl.checksum import SentChecksum
 from beam_rl.errors import InputError
 from beam_rl.layout import PADDING, check_layout, place_of, routed_rows
 from beam_rl.lora import Adapter
-from beam_rl.megatron import checkpoint, compat, ranks
+from beam_rl.megatron import checkpoint, compat, mxfp8, ranks
 from beam_rl.megatron.bridge import BeamCheckpoint
 from beam_rl.megatron.export import export_checkpoint
 from beam_rl.megatron.logprobs import token_logprobs
@@ -45,12 +45,13 @@ from beam_rl.megatron.optimizer import (
 )
 from beam_rl.megatron.packing import Agreement, Pack, pack
 from beam_rl.megatron.settings import ExportForm, Score, TrainerSettings
+from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.samples import MicroBatch
 
 compat.require_installed()
 
 Objective = Callable[[LossInputs], TokenLoss]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "mxfp8": torch.bfloat16}  # outside of MXFP8's products
 
 
 class Trainer:
@@ -73,10 +74,12 @@ class Trainer:
         self.device = ranks.start_process(settings)
         ranks.join(settings, rank, world_size, master)
         self.place = place_of(rank, settings.parallel, hf.mlp_layer_types)
+        self.scheme = self._scheme(hf)
         self.config = config_from_hf(
             hf,
             DTYPES[settings.precision],
             self.device,
+            self.scheme,
             routed_columns=self.place.moe_columns,
             **layout_fields(settings.parallel, hf.num_hidden_layers, settings.recompute),
         )
@@ -95,6 +98,20 @@ class Trainer:
         """What this rank holds of the model, where that is one chunk (there are no virtual stages)."""
         (chunk,) = self.chunks
         return chunk
+
+    def _scheme(self, hf: Any) -> Scheme | None:
+        """Which weights are MXFP8, if any; the log says who multiplies them."""
+        if self.settings.precision != "mxfp8":
+            return None
+        kept, parallel = self.settings.mxfp8, self.settings.parallel
+        try:
+            scheme = scheme_of(
+                hf, kept.keep_first_layers, kept.keep_last_layers, kept.activations, parallel.tp, parallel.etp
+            )
+        except ValueError as error:
+            raise InputError(f"trainer.precision = mxfp8: {error}") from None
+        print(f"trainer.precision = mxfp8: {mxfp8.who_multiplies(scheme)}", flush=True)
+        return scheme
 
     def _adapted(self, adapter: Adapter) -> AdaptedModel:
         """Puts the adapter on the model: a new one, or the one that the settings name."""
@@ -292,8 +309,13 @@ class Trainer:
         yield from self.adapted.hf_tensors()
 
     def sync_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What an engine that has the starting policy needs to have this one: the adapter, or else every weight."""
-        yield from self.hf_adapter_tensors() if self.adapted else self.hf_tensors()
+        """What an engine that has the starting policy needs to have this one: the adapter, or else every weight, where
+        engines have MXFP8 quantized here."""
+        scheme = self.settings.engine_mxfp8
+        if self.adapted:
+            yield from self.hf_adapter_tensors()
+        else:
+            yield from scheme.quantized(self.hf_tensors()) if scheme else self.hf_tensors()
 
     def sent_checksum(self) -> SentChecksum | None:
         """What works out the checksum that an engine will have of `sync_tensors`; None without an adapter."""
@@ -323,8 +345,8 @@ class Trainer:
         """Writes the policy as HF files; all ranks call it, the first one writes.
 
         Args:
-            form: "full": every weight, without an adapter; "merged": every weight with what the adapter adds; "adapter":
-                a folder that PEFT and vLLM load.
+            form: "full": every weight, without an adapter; "mxfp8": the same in MXFP8, as engines have it; "merged": every
+                weight with what the adapter adds; "adapter": a folder that PEFT and vLLM load.
         Raises:
             InputError: the folder exists and is not empty.
         """
@@ -341,7 +363,8 @@ class Trainer:
             assert adapter is not None
             write_adapter(tensors, adapter, self.hf, folder, str(self.checkpoint.folder))
         else:
-            export_checkpoint(tensors, self.checkpoint.folder, folder, self.config.params_dtype)
+            scheme = self.settings.engine_mxfp8 if form == "mxfp8" else None
+            export_checkpoint(tensors, self.checkpoint.folder, folder, self.config.params_dtype, scheme)
         dist.barrier()
 
     def save(self, folder: Path) -> SavedBy | None:

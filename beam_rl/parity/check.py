@@ -22,8 +22,9 @@ from beam_rl.routes import invalid_rows
 from beam_rl.samples import Prompt, Request, Sample, sampling_seed
 from beam_rl.step import Display
 
-SUBLAYER_BOUND = {"fp32": 1e-5, "bf16": 2e-2}
-LOGPROB_MEAN_BOUND = {"fp32": 1e-5, "bf16": 1e-2}
+# The reference multiplies in BF16 where the trainer does in MXFP8: an MLP's three products of it are off by 6 %.
+SUBLAYER_BOUND = {"fp32": 1e-5, "bf16": 2e-2, "mxfp8": 1e-1}
+LOGPROB_MEAN_BOUND = {"fp32": 1e-5, "bf16": 1e-2, "mxfp8": 3e-2}
 
 
 class ReferenceWorker:
@@ -52,7 +53,7 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
         stack.callback(ray.kill, worker)
         rounded, temperature = recipe.trainer.numerics == "engine", recipe.rollout.temperature
         adapter = start_adapter(recipe)
-        loading = worker.start.remote(str(inputs.model_path), recipe.trainer.precision, rounded, temperature, adapter)
+        loading = worker.start.remote(str(inputs.model_path), recipe.trainer.dtype, rounded, temperature, adapter)
         with display.phase("syncing", once=True), cluster.turns.to_engines():
             cluster.sync.bring(0)
         samples = sample(recipe, inputs, cluster.engines)

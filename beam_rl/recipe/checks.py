@@ -29,6 +29,7 @@ def check(recipe: "Recipe") -> None:
         *_algorithm(recipe),
         *_evaluation(recipe),
         *_offload(recipe),
+        *_mxfp8(recipe),
     ):
         raise ValueError(problem)
 
@@ -195,3 +196,13 @@ def _offload(recipe: "Recipe") -> Iterator[str]:
             "trainer.optimizer.nvme.moments = bf16: only with trainer.optimizer.offload = cpu or nvme; without, moments "
             "are FP32"
         )
+
+
+def _mxfp8(recipe: "Recipe") -> Iterator[str]:
+    """What can be seen without the model; `mxfp8.scheme_of` looks at its layers and sizes."""
+    trainer, nowhere = recipe.trainer, recipe.rollout_precision != "mxfp8"
+    for key, default in (("keep_first_layers", 0), ("keep_last_layers", 0), ("activations", True)):
+        if (value := getattr(trainer.mxfp8, key)) != default and nowhere:
+            yield f"trainer.mxfp8.{key} = {value}: only with trainer.precision or rollout.precision = mxfp8"
+    if recipe.rollout.precision == "mxfp8" and trainer.precision == "fp32":
+        yield "rollout.precision = mxfp8: with trainer.precision = bf16 or mxfp8, not fp32"

@@ -88,6 +88,9 @@ class Rollout(Section):
     max_response_tokens: Positive = 1024
     temperature: float = 1.0
     top_p: Fraction = 1.0
+    precision: Literal["trainer", "mxfp8"] = Field(
+        "trainer", description="as trainer.precision; mxfp8: projections in MXFP8 also where the trainer is BF16"
+    )
     routing_replay: Switch = True
     pace: Literal["synchronous", "one_step_off", "asynchronous"] = Field(
         "synchronous",
@@ -198,10 +201,25 @@ class Parallel(Section):
         return self.dp * self.tp * self.cp * self.pp
 
 
+class Mxfp8(Section):
+    """Which layers are not MXFP8; routers, norms, gate biases, embedding and head never are."""
+
+    keep_first_layers: Count = Field(0, description="so many layers at the model's beginning stay BF16")
+    keep_last_layers: Count = Field(0, description="so many layers at the model's end stay BF16")
+    activations: Switch = Field(
+        True,
+        description="round what weights are multiplied with, too, as Blackwell's units do; false: weights alone, as vLLM's "
+        "kernels for other GPUs do",
+    )
+
+
 class Trainer(Section):
     steps: Count = 50
     mini_batches: Positive = Field(2, description="optimizer updates a step")
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["fp32", "bf16", "mxfp8"] = Field(
+        "bf16", description="mxfp8: BF16, but projections multiply in MXFP8; FP32 main parameters in each"
+    )
+    mxfp8: Mxfp8 = Mxfp8()
     numerics: Literal["engine", "reference"] = Field(
         "engine", description="round the logits as vLLM does after the softcap, or keep FP32 as transformers does"
     )
@@ -224,6 +242,11 @@ class Trainer(Section):
         "or in a file in optimizer.nvme.path",
     )
     parallel: Parallel = Parallel()
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16"]:
+        """Of activations, and of every weight but the router's, outside of MXFP8's products."""
+        return "fp32" if self.precision == "fp32" else "bf16"
 
 
 class Sync(Section):
@@ -279,10 +302,12 @@ class Cluster(Section):
 class Parity(Section):
     prompts: Positive = Field(4, description="prompts to sample one response each, which trainer and engine then score")
     sublayer_bound: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="relative error that a sub-layer may add; default 1e-5 for fp32, 2e-2 for bf16"
+        None,
+        description="relative error that a sub-layer may add; default 1e-5 for fp32, 2e-2 for bf16, 1e-1 for mxfp8",
     )
     logprob_mean_bound: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="mean |Δlogp| of any two sides, nats; default 1e-5 for fp32, 1e-2 for bf16"
+        None,
+        description="mean |Δlogp| of any two sides, nats; default 1e-5 for fp32, 1e-2 for bf16, 3e-2 for mxfp8",
     )
 
 
@@ -301,6 +326,11 @@ class Recipe(Section):
     parity: Parity = Parity()
     logging: Logging = Logging()
     cluster: Cluster = Cluster()
+
+    @property
+    def rollout_precision(self) -> Literal["fp32", "bf16", "mxfp8"]:
+        """What engines multiply in."""
+        return self.trainer.precision if self.rollout.precision == "trainer" else self.rollout.precision
 
     @model_validator(mode="after")
     def _can_work(self) -> "Recipe":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from beam_rl.lora import Adapter
+from beam_rl.mxfp8.scheme import Scheme
 from beam_rl.recipe.tree import EngineParallel
 from beam_rl.rollout import compat, process
 
@@ -42,6 +43,7 @@ class EngineSettings:
     log_dir: str
     name: str = "engine"  # of the log file
     adapter: Adapter | None = None  # served beside the checkpoint; None: no LoRA
+    mxfp8: Scheme | None = None  # the weights that are MXFP8; None: none is
     random_weights: bool = False  # in the place of the checkpoint's, to measure with
     parallel: EngineParallel = EngineParallel()
     devices: str | None = None  # CUDA_VISIBLE_DEVICES; None: those that this process sees
@@ -115,6 +117,8 @@ def engine_args(settings: EngineSettings) -> dict[str, Any]:
         **_parallel_args(settings.parallel),
     }
     args |= _cpu_args(settings) if current_platform.is_cpu() else _gpu_args(settings)
+    if settings.mxfp8 is not None:
+        args |= _mxfp8_args(settings.mxfp8, args["additional_config"])
     return args if settings.adapter is None else args | _adapter_args(settings.adapter, args["additional_config"])
 
 
@@ -139,6 +143,19 @@ def _adapter_args(adapter: Adapter, additional_config: dict[str, Any]) -> dict[s
         "max_lora_rank": compat.allowed_rank(max(adapter.rank, adapter.expert_rank)),
         "lora_target_modules": adapted_modules(adapter.targets),
         "additional_config": additional_config | {ADAPTER: to_plain(adapter)},
+    }
+
+
+def _mxfp8_args(scheme: Scheme, additional_config: dict[str, Any]) -> dict[str, Any]:
+    """vLLM quantizes on a GPU alone; whatever the checkpoint says, the scheme says which weights."""
+    from vllm.platforms import current_platform
+
+    from beam_rl.rollout.mxfp8 import MXFP8, to_plain
+
+    quantization = None if current_platform.is_cpu() else scheme.hf_config()
+    return {
+        "hf_overrides": {"quantization_config": quantization},
+        "additional_config": additional_config | {MXFP8: to_plain(scheme)},
     }
 
 

@@ -38,8 +38,9 @@ from vllm.model_executor.models.utils import (
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.sequence import IntermediateTensors
 
-from beam_rl.rollout import compat
-from beam_rl.rollout.experts import PlainExperts
+from beam_rl.mxfp8.restore import Restored
+from beam_rl.rollout import compat, mxfp8
+from beam_rl.rollout.experts import Mxfp8Experts, PlainExperts
 
 SSMAX_POSITIONS, SSMAX_EXPONENT = 2048, 0.1  # query scale of the full-attention layers: (1 + position / 2048) ** 0.1
 
@@ -84,7 +85,9 @@ class Positions:
 class BeamAttention(nn.Module):
     """Grouped-query attention with per-head norms and an output gate; RoPE on sliding layers, SSMax on full ones."""
 
-    def __init__(self, config: Any, cache_config: CacheConfig | None, quant_config: Any, prefix: str) -> None:
+    def __init__(
+        self, config: Any, cache_config: CacheConfig | None, quant_config: Any, prefix: str, rounds_inputs: bool
+    ) -> None:
         super().__init__()
         world = get_tensor_model_parallel_world_size()
         self.head_dim = config.head_dim
@@ -120,7 +123,7 @@ class BeamAttention(nn.Module):
             per_layer_sliding_window=config.sliding_window if self.is_sliding else None,
             prefix=f"{prefix}.attn",
         )
-        compat.keep_plain_weights(self.qkv_proj, self.output_gate_proj, self.o_proj)
+        keep_plain((self.qkv_proj, self.output_gate_proj, self.o_proj), rounds_inputs)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         tokens, d = x.shape[0], self.head_dim
@@ -142,7 +145,7 @@ class BeamAttention(nn.Module):
 class BeamMLP(nn.Module):
     """Dense SwiGLU; SiLU and the product in FP32, one rounding."""
 
-    def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
+    def __init__(self, config: Any, quant_config: Any, prefix: str, rounds_inputs: bool) -> None:
         super().__init__()
         common = {"bias": False, "quant_config": quant_config}
         self.gate_up_proj = MergedColumnParallelLinear(
@@ -151,7 +154,7 @@ class BeamMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             config.intermediate_size, config.hidden_size, prefix=f"{prefix}.down_proj", **common
         )
-        compat.keep_plain_weights(self.gate_up_proj, self.down_proj)
+        keep_plain((self.gate_up_proj, self.down_proj), rounds_inputs)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x)[0].chunk(2, -1)
@@ -173,7 +176,7 @@ class BeamRouter(nn.Module):
 class BeamMoE(nn.Module):
     """Sigmoid, group-limited top-k routing over experts; the experts' sum is scaled after it was summed."""
 
-    def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
+    def __init__(self, config: Any, quant_config: Any, prefix: str, rounds_inputs: bool) -> None:
         super().__init__()
         self.gate = BeamRouter(config.hidden_size, config.num_experts)
         self.experts = FusedMoEFactory(
@@ -191,7 +194,7 @@ class BeamMoE(nn.Module):
             routed_scaling_factor=config.routed_scaling_factor,
             apply_routed_scale_to_output=True,
             router_logits_dtype=torch.float32,
-            routed_experts_cls=PlainExperts,
+            routed_experts_cls=Mxfp8Experts if rounds_inputs else PlainExperts,
             prefix=f"{prefix}.experts",
         )
 
@@ -205,10 +208,11 @@ class BeamLayer(nn.Module):
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
-        index = extract_layer_index(prefix)
+        index, scheme = extract_layer_index(prefix), mxfp8.of_config(vllm_config)
+        rounds = scheme is not None and scheme.activations and scheme.has_layer(index)
         mlp = BeamMoE if config.mlp_layer_types[index] == "sparse" else BeamMLP
-        self.self_attn = BeamAttention(config, vllm_config.cache_config, quant_config, f"{prefix}.self_attn")
-        self.mlp = mlp(config, quant_config, f"{prefix}.mlp")
+        self.self_attn = BeamAttention(config, vllm_config.cache_config, quant_config, f"{prefix}.self_attn", rounds)
+        self.mlp = mlp(config, quant_config, f"{prefix}.mlp", rounds)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -269,6 +273,8 @@ class BeamForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         super().__init__()
         config = self.config = vllm_config.model_config.hf_config
         check_supported(config)
+        scheme = mxfp8.of_config(vllm_config)
+        self.restored = Restored(scheme) if scheme else None
         self.model = BeamModel(vllm_config, maybe_prefix(prefix, "model"))
         self.lm_head: nn.Module = (
             ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
@@ -306,7 +312,15 @@ class BeamForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads (checkpoint name, tensor) pairs, any part of the model in any order; returns the parameters touched."""
+        weights = self.restored.tensors(weights) if self.restored else weights
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+
+
+def keep_plain(linears: tuple[Any, ...], rounds_inputs: bool) -> None:
+    """Of a layer's linear modules."""
+    compat.keep_plain_weights(*linears)
+    if rounds_inputs:
+        mxfp8.round_inputs(*linears)
 
 
 def check_supported(config: Any) -> None:

@@ -4,10 +4,14 @@ Its modules take vLLM's adapters as they are, the four attention inputs in one m
 its module has to be switched off.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.models.beam import BeamForCausalLM as NativeBeam
+
+from beam_rl.rollout import mxfp8
 
 
 class BeamForCausalLM(NativeBeam, SupportsLoRA):
@@ -16,6 +20,11 @@ class BeamForCausalLM(NativeBeam, SupportsLoRA):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.takes_adapters = vllm_config.lora_config is not None
+        self.scheme = mxfp8.of_config(vllm_config)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """What the scheme has as MXFP8 and comes as BF16, as a checkpoint's weights do, is quantized here."""
+        return super().load_weights(self.scheme.quantized(weights) if self.scheme else weights)
 
     def process_weights_after_loading(self) -> None:
         """Leaves out what the base class does here with adapters: its GEMM for few tokens would pass them by."""
