@@ -135,16 +135,23 @@ class Loop:
         step.log(rollout_metrics(rollout, batch, step.number) | self.engine_metrics())
         with step.phase("handing the GPUs over", "turn"):
             self.turns.to_trainer()
-        self.score(batch, step)
-        with self.state.advancing(step.number):
-            self.learn(batch, step)
-            self.state.unreported = step.metrics
-            self.note_flights()
-        self.sync(step)
+        with self.traced(step.number):
+            self.score(batch, step)
+            with self.state.advancing(step.number):
+                self.learn(batch, step)
+                self.state.unreported = step.metrics
+                self.note_flights()
+            self.sync(step)
         self.announce(step)
         every = self.recipe.checkpoint.every
         self.save_if(bool(every) and step.number % every == 0)
         self.back_to_engines()
+
+    def traced(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """In a step that the recipe names, the ranks write down what they do meanwhile."""
+        if step not in self.recipe.trainer.profile.steps:
+            return contextlib.nullcontext()
+        return self.policy.traced(self.run.folder / "profile" / f"step_{step}")
 
     def engine_metrics(self) -> dict[str, float]:
         """What became of the engines since the last step; a person is told of each that was lost."""

@@ -3,9 +3,10 @@
 Splits a step's mini-batches over the data-parallel ranks, ships each micro-batch once, and reduces what comes back.
 """
 
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ DOING = {
     "sync_place": "opening a weight sync",
     "open_sync": "opening a weight sync",
     "connect_sync": "opening a weight sync",
+    "begin_trace": "beginning a trace",
+    "end_trace": "writing a trace",
     "save": "saving",
     "stage": "saving",
     "write": "writing a checkpoint",
@@ -130,6 +133,14 @@ class PolicyWorker:
 
         return self.trainer.update(self.mini_batches[index], partial(objective, settings=self.algorithm), lr)
 
+    def begin_trace(self) -> None:
+        from beam_rl.megatron.profile import Trace
+
+        self.trace = Trace()
+
+    def end_trace(self, path: str) -> None:
+        self.trace.write(Path(f"{path}_rank_{self.rank}.json"))
+
     def probe(self, sequences: list[MicroBatch]) -> dict[int, Records]:
         """What every sub-layer computes, by the sequence's index; of this rank's sequences and layers."""
         from beam_rl.megatron.probe import probe
@@ -177,6 +188,12 @@ class PolicyWorker:
 
         Raises SyncError on rank 0, once the other ranks are through with gathering too.
         """
+        from beam_rl.megatron.profile import part
+
+        with part("sync"):
+            return self._send_weights(engines)
+
+    def _send_weights(self, engines: Sequence[Any]) -> Sent:
         tensors = self.trainer.sync_tensors()
         watch = self.trainer.sent_checksum()
         try:
@@ -288,6 +305,13 @@ class Policy:
     def update(self, index: int, lr: float) -> dict[str, float]:
         """One optimizer update over mini-batch `index`; the metrics are the same on every rank."""
         return self._all("update", index, lr)[0]
+
+    @contextlib.contextmanager
+    def traced(self, path: Path) -> Iterator[None]:
+        """Every rank's trace of what happens inside, as `path`_rank_N.json; none if that fails."""
+        self._all("begin_trace")
+        yield
+        self._all("end_trace", str(path.resolve()))
 
     def probe(self, samples: Sequence[Sample]) -> list[Records]:
         """What every sub-layer computes for each sample, put together from all ranks."""

@@ -38,6 +38,7 @@ RESUMABLE = (
     "trainer.optimizer.nvme.path",
     "trainer.optimizer.nvme.block_bytes",
     "trainer.wait_in",
+    "trainer.profile.",
     "checkpoint.",
     "eval.",
     "logging.",

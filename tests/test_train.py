@@ -33,6 +33,7 @@ OVERRIDES = [
     "eval.every=4",
     "data.eval.limit=16",
     "logging.samples_per_step=1000",
+    "trainer.profile.steps=[3]",
 ]
 
 
@@ -50,6 +51,13 @@ def whole(folder: Path) -> Path:
     out, _ = run(folder / "whole")
     assert f"{STEPS} of {STEPS}" in out
     return folder / "whole"
+
+
+def test_a_step_that_the_recipe_names_is_traced(whole: Path) -> None:
+    (trace,) = (whole / "profile").iterdir()
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert trace.name == "step_3_rank_0.json"
+    assert {"score", "forward and backward", "layers", "log-probabilities", "optimizer", "sync"} <= names
 
 
 @pytest.fixture(scope="module")

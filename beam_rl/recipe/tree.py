@@ -213,6 +213,12 @@ class Mxfp8(Section):
     )
 
 
+class Profile(Section):
+    steps: list[Positive] = Field(
+        [], description="steps in which each trainer rank writes a trace, profile/step_N_rank_R.json, for Perfetto"
+    )
+
+
 class Trainer(Section):
     steps: Count = 50
     mini_batches: Positive = Field(2, description="optimizer updates a step")
@@ -235,6 +241,7 @@ class Trainer(Section):
         600.0,
         description="for trainer ranks to wait for each other; then the run ends and names the rank that is missing",
     )
+    profile: Profile = Profile()
     optimizer: Optimizer = Optimizer()
     wait_in: Literal["host", "nvme"] = Field(
         "host",
