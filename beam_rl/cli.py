@@ -185,6 +185,32 @@ def tiny(
     typer.echo(f"written to {out}: {report.parameters:,} parameters, eval avg@8 {report.avg_at_8:.1%}")
 
 
+@app.command(cls=Command)
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Also look at what this recipe would use.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Look at this machine: packages, GPUs, memory, disks, and with RECIPE its model, NVMe, Ray and hub.
+
+    Ends with 1 if something would keep a run from starting.
+    """
+    from beam_rl.doctor import examine
+    from beam_rl.recipe.load import load
+    from beam_rl.report.checkup import show
+
+    checks = examine(load(recipe, overrides or ()) if recipe else None)
+    healthy = all(check.status != "fail" for check in checks)
+    if as_json:
+        typer.echo(json.dumps({"ok": healthy, "checks": [vars(check) for check in checks]}))
+    else:
+        show(checks)
+    if not healthy:
+        raise typer.Exit(1)
+
+
 bench = typer.Typer(help="Measure a part beside what this machine allows.", no_args_is_help=True, rich_markup_mode=None)
 for _name, _bench in BENCHES.items():
     bench.command(_name, cls=Command)(_bench)
