@@ -60,8 +60,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
-    """Leaves without joining threads: those of Gloo, Ray and Megatron in one process can wait for each other for ever."""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leaves without joining threads: those of Gloo, Ray and Megatron in one process can wait for each other for ever.
+
+    A worker of pytest-xdist has to tell what it found first; its parent ends it.
+    """
+    if hasattr(config, "workerinput"):
+        return
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_status)
