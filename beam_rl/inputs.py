@@ -45,6 +45,7 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     path = find_model(recipe, display)
     config = check_beam(path)
     adapter = adapter_for(recipe, path)
+    scheme_for(recipe, path)
     from transformers import AutoTokenizer
 
     try:
@@ -137,15 +138,21 @@ def adapter_for(recipe: Recipe, model_path: Path) -> Adapter | None:
 
 
 def scheme_for(recipe: Recipe, model_path: Path) -> Scheme | None:
-    """Which of that checkpoint's weights engines have in MXFP8; InputError if they can't, None where none is."""
+    """Which of that checkpoint's weights engines have in MXFP8, None where none is; InputError if some rank's or worker's
+    part of a weight is no whole number of blocks."""
     if recipe.rollout_precision != "mxfp8":
         return None
-    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
-    kept = recipe.trainer.mxfp8
-    try:
-        return scheme_of(SimpleNamespace(**config), kept.keep_first_layers, kept.keep_last_layers, kept.activations)
-    except ValueError as e:
-        raise InputError(f"rollout.precision = {recipe.rollout.precision}: {e}") from None
+    hf = SimpleNamespace(**json.loads((model_path / "config.json").read_text(encoding="utf-8")))
+    kept, engine, trainer = recipe.trainer.mxfp8, recipe.rollout.parallel, recipe.trainer.parallel
+    split = {"rollout.precision": (engine.tp, 1 if engine.ep > 1 else engine.tp)}
+    if recipe.trainer.precision == "mxfp8":
+        split = {"trainer.precision": (trainer.tp, trainer.etp)} | split
+    for key, (tp, expert_tp) in split.items():
+        try:
+            scheme = scheme_of(hf, kept.keep_first_layers, kept.keep_last_layers, kept.activations, tp, expert_tp)
+        except ValueError as e:
+            raise InputError(f"{key} = mxfp8: {e}") from None
+    return scheme
 
 
 def start_adapter(recipe: Recipe) -> str | None:

@@ -25,6 +25,7 @@ from beam_rl.watch import Rank, RankError, gather
 
 if TYPE_CHECKING:
     from beam_rl.megatron.offload import Offload, OnGpu
+    from beam_rl.megatron.profile import Trace
     from beam_rl.megatron.settings import ExportForm
     from beam_rl.rollout.sync.link import Link
     from beam_rl.rollout.sync.place import Place
@@ -92,6 +93,7 @@ class PolicyWorker:
         self.mini_batches: list[list[MicroBatch]] = []
         self.sender: WeightSender | None = None
         self.offload: Offload | None = None
+        self.trace: Trace | None = None
 
     def start(self, model_path: str, settings: Any, world_size: int, master: str, log: Path) -> None:
         """Loads the model and joins the other ranks; what this process prints from now on goes to `log`."""
@@ -139,7 +141,9 @@ class PolicyWorker:
         self.trace = Trace()
 
     def end_trace(self, path: str) -> None:
-        self.trace.write(Path(f"{path}_rank_{self.rank}.json"))
+        trace, self.trace = self.trace, None
+        assert trace is not None
+        trace.write(Path(f"{path}_rank_{self.rank}.json"))
 
     def probe(self, sequences: list[MicroBatch]) -> dict[int, Records]:
         """What every sub-layer computes, by the sequence's index; of this rank's sequences and layers."""

@@ -37,6 +37,8 @@ RESUMABLE = (
     "trainer.optimizer.offload",
     "trainer.optimizer.nvme.path",
     "trainer.optimizer.nvme.block_bytes",
+    "trainer.optimizer.nvme.moments",
+    "trainer.parallel.",
     "trainer.wait_in",
     "trainer.profile.",
     "checkpoint.",

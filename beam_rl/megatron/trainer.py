@@ -111,6 +111,12 @@ class Trainer:
             )
         except ValueError as error:
             raise InputError(f"trainer.precision = mxfp8: {error}") from None
+        stage, most = hf.num_hidden_layers // parallel.pp, max(kept.keep_first_layers, kept.keep_last_layers)
+        if mxfp8.is_native(scheme) and most > stage:
+            raise InputError(
+                f"trainer.mxfp8.keep_first_layers, keep_last_layers: {most} layers at one end are more than the {stage} "
+                "of a pipeline stage, and on this GPU Megatron keeps no more"
+            )
         print(f"trainer.precision = mxfp8: {mxfp8.who_multiplies(scheme)}", flush=True)
         return scheme
 
@@ -319,7 +325,8 @@ class Trainer:
         if self.adapted:
             yield from self.hf_adapter_tensors()
         else:
-            yield from scheme.quantized(self.hf_tensors()) if scheme else self.hf_tensors()
+            sends = scheme is not None and dist.get_rank() == 0  # the others only take part in gathering
+            yield from scheme.quantized(self.hf_tensors()) if scheme and sends else self.hf_tensors()
 
     def sent_checksum(self) -> SentChecksum | None:
         """What works out the checksum that an engine will have of `sync_tensors`; None without an adapter."""

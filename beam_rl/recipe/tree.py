@@ -208,8 +208,8 @@ class Mxfp8(Section):
     keep_last_layers: Count = Field(0, description="so many layers at the model's end stay BF16")
     activations: Switch = Field(
         True,
-        description="round what weights are multiplied with, too, as Blackwell's units do; false: weights alone, as vLLM's "
-        "kernels for other GPUs do",
+        description="trainer, and engines on a CPU: round what weights are multiplied with, too, as Blackwell's units do; "
+        "false: weights alone, as vLLM's kernels for other GPUs do",
     )
 
 

@@ -70,7 +70,7 @@ METRICS: dict[str, Metric] = {
     "memory/gpu_peak_bytes": Metric("bytes", "most GPU memory that a trainer rank held"),
     "memory/host_peak_bytes": Metric("bytes", "most host memory that a trainer rank held"),
     "turn/bytes": Metric("bytes", "copied between shared GPUs and where the trainer waits, since the step before"),
-    "turn/seconds": Metric("s", "that this took, the slowest rank; a part of time/turn_s, time/sync_s and time/save_s"),
+    "turn/seconds": Metric("s", "that this took, the slowest rank; with what a save or a check between the steps took"),
     "nvme/read_bytes": Metric("bytes", "read from NVMe in the step"),
     "nvme/write_bytes": Metric("bytes", "written to NVMe in the step"),
     "nvme/seconds": Metric(
