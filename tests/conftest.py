@@ -4,8 +4,11 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+SHARE_ENGINES = [f"tests/test_{name}.py" for name in ("parity_engine", "rollout_continue", "rollout_engine")]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_SILENT"] = "true"
@@ -36,6 +39,18 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         import ray
 
         yield ray.get_runtime_context().gcs_address
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay together, and so do the files that share two engines, the last of which stops them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "engines" if file in SHARE_ENGINES else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
