@@ -5,6 +5,7 @@ prompt's position and the sample's number alone.
 """
 
 import math
+import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,16 @@ def worth_training(groups: Sequence[Group], recipe: Recipe) -> tuple[list[Group]
     return [g for g, m in zip(groups, mixed, strict=True) if m], [
         g for g, m in zip(groups, mixed, strict=True) if not m
     ]
+
+
+def shuffle_rewards(samples: Sequence[Sample], seed: int, step: int) -> int:
+    """Deals the samples' rewards out among them at random; scores stay. Returns how many have another reward now."""
+    rewards = [s.reward for s in samples]
+    for sample, reward in zip(
+        samples, random.Random(f"{seed} {step} shuffled").sample(rewards, len(rewards)), strict=True
+    ):
+        sample.reward = reward
+    return sum(s.reward != before for s, before in zip(samples, rewards, strict=True))
 
 
 def judge_groups(groups: Sequence[Group], verifier: Judge, recipe: Recipe, counts: Rollout) -> None:
