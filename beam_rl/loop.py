@@ -128,8 +128,7 @@ class Loop:
         step, self.eval_score = Step(self.state.step + 1, self.report), None
         step.log(self.saver.take_metrics())
         rollout = self.rollouts.take(step)
-        if self.recipe.verifier.shuffle:
-            step.log({"reward/shuffled": shuffle_rewards(rollout.samples, self.recipe.seed, step.number)})
+        shuffle_rewards(rollout, self.recipe, step)
         self.run.log_samples(
             step.number, [s.record(self.inputs.decode(s.prompt.token_ids)) for s in self.shown(rollout.samples)]
         )

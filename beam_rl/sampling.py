@@ -171,14 +171,20 @@ def worth_training(groups: Sequence[Group], recipe: Recipe) -> tuple[list[Group]
     ]
 
 
-def shuffle_rewards(samples: Sequence[Sample], seed: int, step: int) -> int:
-    """Deals the samples' rewards out among them at random; scores stay. Returns how many have another reward now."""
-    rewards = [s.reward for s in samples]
-    for sample, reward in zip(
-        samples, random.Random(f"{seed} {step} shuffled").sample(rewards, len(rewards)), strict=True
-    ):
+def shuffle_rewards(rollout: Rollout, recipe: Recipe, step: Step) -> None:
+    """The control that `verifier.shuffle` asks for: a step's rewards are dealt out anew among all its samples.
+
+    Scores stay as they were. The order hangs on the recipe's seed and the step's number alone, so a resumed run has it
+    again.
+    """
+    if not recipe.verifier.shuffle:
+        return
+    samples = rollout.samples
+    own = [s.reward for s in samples]
+    dealt = random.Random(f"{recipe.seed} {step.number} shuffled rewards").sample(own, len(own))
+    for sample, reward in zip(samples, dealt, strict=True):
         sample.reward = reward
-    return sum(s.reward != before for s, before in zip(samples, rewards, strict=True))
+    step.log({"reward/shuffled": sum(a != b for a, b in zip(own, dealt, strict=True))})
 
 
 def judge_groups(groups: Sequence[Group], verifier: Judge, recipe: Recipe, counts: Rollout) -> None:

@@ -80,12 +80,13 @@ class Balance:
         self._hooks = [router.register_forward_hook(self._count) for router in self._routers]
 
     def real(self, tokens: Tensor) -> None:
-        """Which tokens of the coming forward pass count: (batch, tokens) booleans; the others are padding."""
+        """Which tokens of the coming training pass count: (batch, tokens) booleans; the others are padding."""
         self._real = tokens.flatten()
 
     def _count(self, router: BeamTopKRouter, _: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        chosen = output[2][self._real]
-        self._loads[router] = torch.bincount(chosen.flatten(), minlength=router.num_experts).float()
+        if router.training:
+            chosen = output[2][self._real]
+            self._loads[router] = torch.bincount(chosen.flatten(), minlength=router.num_experts).float()
 
     def step(self) -> None:
         """Experts with fewer tokens than the mean become likelier, those with more unlikelier."""
@@ -150,7 +151,6 @@ def warm_start(
         if progress:
             progress(step + 1, schedule.steps, loss.item())
         if schedule.target and (step + 1) % schedule.check_every == 0:
-            balance.real(torch.ones(0, dtype=torch.bool))
             reached = look(model, schedule, task) >= schedule.target
             if reached:
                 break
