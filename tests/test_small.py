@@ -130,8 +130,8 @@ def test_who_imitates_the_teacher_has_the_start_that_is_asked_for() -> None:
     right = [[chains.demonstration(rng, p, teacher)[-5:-2] == list(chains.solve(p)) for _ in range(8)] for p in drawn]
     average, best = sum(map(sum, right)) / 8 / len(right), sum(map(any, right)) / len(right)
     assert SMALL.schedule.target is not None
-    assert SMALL.schedule.target + 0.01 < average < SMALL.schedule.target + 0.07  # within reach, and not far beyond
-    assert 0.83 < best < 0.93
+    assert SMALL.schedule.target + 0.05 < average < SMALL.schedule.target + 0.14  # within reach, and not far beyond
+    assert 0.85 < best < 0.94
 
 
 # --- the shapes -------------------------------------------------------------------------------------------

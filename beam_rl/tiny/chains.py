@@ -34,7 +34,7 @@ Step = tuple[str, str, int]  # its name, its sign, its operand
 class Demonstrator:
     """How the teacher of the warm start errs: it is what RL then has to repair."""
 
-    slip: float = 0.015  # probability a step that one digit comes out one too high or too low
+    slip: float = 0.005  # probability a step that one digit comes out one too high or too low
     forgets_carries: float = 0.75  # probability that a multiplication is done digit by digit
 
 

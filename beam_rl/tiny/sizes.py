@@ -104,8 +104,8 @@ TINY = Size(
 )
 
 TO_TARGET = Schedule(
-    steps=1500,
-    batch=256,
+    steps=2000,
+    batch=128,  # 32,000 tokens with padding: some 60 GB of activations
     lr=1e-3,
     warmup_steps=100,
     final_lr_share=0.1,
