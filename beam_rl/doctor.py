@@ -21,6 +21,7 @@ from typing import Any, Literal
 from beam_rl.errors import InputError
 from beam_rl.inputs import check_beam
 from beam_rl.recipe.tree import Recipe
+from beam_rl.tiny.sizes import SIZES
 
 GIB = 2**30
 SHM_LEAST, DISK_LEAST = GIB, 20 * GIB
@@ -137,8 +138,8 @@ def _disk() -> Iterator[Check]:
 
 def _model(recipe: Recipe) -> Iterator[Check]:
     name = recipe.model.path
-    if name == "tiny" or not Path(name).is_dir():
-        where = "made on first use" if name == "tiny" else "not a folder here: the hub is asked for it"
+    if name in SIZES or not Path(name).is_dir():
+        where = "made on first use" if name in SIZES else "not a folder here: the hub is asked for it"
         yield Check("model.path", "ok", f"{name}: {where}")
         return
     try:
@@ -232,7 +233,7 @@ def _ray(recipe: Recipe) -> Iterator[Check]:
 def _hub(recipe: Recipe) -> Iterator[Check]:
     """Only where the recipe names something that is not on this machine."""
     sources = [recipe.model.path, recipe.data.train.path, *([recipe.data.eval.path] if recipe.data.eval else [])]
-    wanted = [name for name in sources if name != "tiny" and not Path(name).exists()]
+    wanted = [name for name in sources if name not in SIZES and not Path(name).exists()]
     if not wanted:
         return
     from urllib.parse import urlparse

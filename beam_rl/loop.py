@@ -27,7 +27,7 @@ from beam_rl.report.metric_names import eval_metric
 from beam_rl.rollouts import attend, beside, make_rollouts
 from beam_rl.run import Run
 from beam_rl.samples import Sample
-from beam_rl.sampling import Flights, Judge, Rollout
+from beam_rl.sampling import Flights, Judge, Rollout, shuffle_rewards
 from beam_rl.saver import Saver
 from beam_rl.step import Step
 from beam_rl.sync import SyncReport
@@ -128,6 +128,7 @@ class Loop:
         step, self.eval_score = Step(self.state.step + 1, self.report), None
         step.log(self.saver.take_metrics())
         rollout = self.rollouts.take(step)
+        shuffle_rewards(rollout, self.recipe, step)
         self.run.log_samples(
             step.number, [s.record(self.inputs.decode(s.prompt.token_ids)) for s in self.shown(rollout.samples)]
         )

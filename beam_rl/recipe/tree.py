@@ -39,13 +39,15 @@ class Lora(Section):
 
 
 class Model(Section):
-    path: str = Field(description="HF folder or hub id of a Beam checkpoint; `tiny` makes the tiny one on first use")
+    path: str = Field(
+        description="HF folder or hub id of a Beam checkpoint; `tiny` and `small` make a small one on first use"
+    )
     revision: str | None = Field(None, description="hub revision; ignored for a folder")
     lora: Lora | None = Field(None, description="train an adapter of this shape; default: train all weights")
 
 
 class DataSource(Section):
-    path: str = Field(description="hub id, .jsonl or .parquet file, or `tiny` for the tiny checkpoint's own task")
+    path: str = Field(description="hub id, .jsonl or .parquet file, `tiny` or `small` for the task of that checkpoint")
     config: str | None = Field(None, description="hub data sets: the configuration, where there are several")
     split: str = Field("train", description="hub data sets: the split")
     prompt: str = Field("prompt", description="column with a text or a list of chat messages")
@@ -67,6 +69,10 @@ class Verifier(Section):
     name: Literal["math", "toy"] = "math"
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     workers: Positive = 2
+    shuffle: Switch = Field(
+        False,
+        description="a control: hand each step's rewards out anew at random among its samples, so nothing is to learn",
+    )
 
 
 class EngineParallel(Section):

@@ -21,6 +21,7 @@ class Metric:
 # `<task>` stands for a task's name and `k` for the samples a prompt, as in eval/aime25/avg@8.
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("", "mean reward of the kept samples"),
+    "reward/shuffled": Metric("count", "samples whose reward was changed by verifier.shuffle"),
     "eval/<task>/avg@k": Metric("share", "mean score over k samples a prompt"),
     "eval/<task>/pass@k": Metric("share", "share of prompts that at least one of k samples solves"),
     "parity/abs_logprob_diff_mean": Metric("nats", "mean |Δlogp|, trainer against engine, before the first update"),
