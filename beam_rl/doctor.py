@@ -21,7 +21,6 @@ from typing import Any, Literal
 from beam_rl.errors import InputError
 from beam_rl.inputs import check_beam
 from beam_rl.recipe.tree import Recipe
-from beam_rl.tiny.sizes import SIZES
 
 GIB = 2**30
 SHM_LEAST, DISK_LEAST = GIB, 20 * GIB
@@ -137,6 +136,8 @@ def _disk() -> Iterator[Check]:
 
 
 def _model(recipe: Recipe) -> Iterator[Check]:
+    from beam_rl.tiny.sizes import SIZES
+
     name = recipe.model.path
     if name in SIZES or not Path(name).is_dir():
         where = "made on first use" if name in SIZES else "not a folder here: the hub is asked for it"
@@ -232,6 +233,8 @@ def _ray(recipe: Recipe) -> Iterator[Check]:
 
 def _hub(recipe: Recipe) -> Iterator[Check]:
     """Only where the recipe names something that is not on this machine."""
+    from beam_rl.tiny.sizes import SIZES
+
     sources = [recipe.model.path, recipe.data.train.path, *([recipe.data.eval.path] if recipe.data.eval else [])]
     wanted = [name for name in sources if name not in SIZES and not Path(name).exists()]
     if not wanted:

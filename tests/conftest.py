@@ -41,6 +41,7 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield ray.get_runtime_context().gcs_address
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file's tests stay together, and so do the files that share two engines, the last of which stops them."""
     from xdist.scheduler import LoadFileScheduling
