@@ -148,11 +148,16 @@ class Loop:
         self.save_if(bool(every) and step.number % every == 0)
         self.back_to_engines()
 
-    def traced(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """In a step that the recipe names, the ranks write down what they do meanwhile."""
+    @contextlib.contextmanager
+    def traced(self, step: int) -> Iterator[None]:
+        """In a step that the recipe names, the ranks write down what they do meanwhile; the run does not hang on it."""
         if step not in self.recipe.trainer.profile.steps:
-            return contextlib.nullcontext()
-        return self.policy.traced(self.run.folder / "profile" / f"step_{step}")
+            yield
+            return
+        self.policy.begin_trace()
+        yield
+        for problem in self.policy.end_trace(self.run.folder / "profile" / f"step_{step}"):
+            self.report.warn(f"no trace of step {step}: {problem}")
 
     def engine_metrics(self) -> dict[str, float]:
         """What became of the engines since the last step; a person is told of each that was lost."""

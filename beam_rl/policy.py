@@ -3,10 +3,9 @@
 Splits a step's mini-batches over the data-parallel ranks, ships each micro-batch once, and reduces what comes back.
 """
 
-import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,10 +139,15 @@ class PolicyWorker:
 
         self.trace = Trace()
 
-    def end_trace(self, path: str) -> None:
+    def end_trace(self, path: str) -> str | None:
+        """What kept the trace from being written, if anything did."""
         trace, self.trace = self.trace, None
         assert trace is not None
-        trace.write(Path(f"{path}_rank_{self.rank}.json"))
+        try:
+            trace.write(Path(f"{path}_rank_{self.rank}.json"))
+        except OSError as error:
+            return f"{path}_rank_{self.rank}.json could not be written ({(error.strerror or str(error)).lower()})"
+        return None
 
     def probe(self, sequences: list[MicroBatch]) -> dict[int, Records]:
         """What every sub-layer computes, by the sequence's index; of this rank's sequences and layers."""
@@ -310,12 +314,12 @@ class Policy:
         """One optimizer update over mini-batch `index`; the metrics are the same on every rank."""
         return self._all("update", index, lr)[0]
 
-    @contextlib.contextmanager
-    def traced(self, path: Path) -> Iterator[None]:
-        """Every rank's trace of what happens inside, as `path`_rank_N.json; none if that fails."""
+    def begin_trace(self) -> None:
         self._all("begin_trace")
-        yield
-        self._all("end_trace", str(path.resolve()))
+
+    def end_trace(self, path: Path) -> list[str]:
+        """Writes every rank's trace since `begin_trace` as `path`_rank_N.json; says which could not be written."""
+        return [problem for problem in self._all("end_trace", str(path.resolve())) if problem]
 
     def probe(self, samples: Sequence[Sample]) -> list[Records]:
         """What every sub-layer computes for each sample, put together from all ranks."""

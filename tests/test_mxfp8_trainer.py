@@ -223,7 +223,7 @@ def check_shards(trainer: Trainer) -> None:
             (layers[0].mlp.linear_fc2, part(mlp.format("down"), 1)),
             (layers[3].mlp.experts.local_experts[0].linear_fc2, sent[expert].view(torch.uint8)),
         ):
-            held = quantize(linear.weight)
+            held = quantize(linear.weight.bfloat16())
             assert torch.equal((held.scales if kind else held.payload).view(torch.uint8), want)
 
 

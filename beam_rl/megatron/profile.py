@@ -28,9 +28,12 @@ class Trace:
         self._profile.start()
 
     def write(self, path: Path) -> None:
-        """To a JSON file for Perfetto or chrome://tracing."""
+        """To a JSON file for Perfetto or chrome://tracing. OSError if the disk does not take it."""
         self._profile.stop()
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
-        self._profile.export_chrome_trace(str(partial))
-        os.replace(partial, path)
+        try:
+            self._profile.export_chrome_trace(str(partial))
+            os.replace(partial, path)  # a full disk shows here: what writes the file does not tell
+        finally:
+            partial.unlink(missing_ok=True)
