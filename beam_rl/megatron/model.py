@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from beam_rl.layout import stage_layers
 from beam_rl.megatron import compat, mxfp8
 from beam_rl.megatron.attention import BeamCore, BeamSelfAttention
+from beam_rl.megatron.kernels import norm_residual
 from beam_rl.megatron.packing import Agreement, Pack
 from beam_rl.megatron.router import BeamRouter
 from beam_rl.mxfp8.scheme import Scheme
@@ -182,9 +183,7 @@ class BeamRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x.float()
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight.float() * h).to(x.dtype)
+        return norm_residual.norm(x, self.weight, self.eps)
 
 
 class SandwichResidual(nn.Module):
@@ -202,7 +201,26 @@ class SandwichResidual(nn.Module):
         return self.add
 
     def add(self, x_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-        return self.norm(x_with_bias[0]) * self.x_scale + residual * self.residual_scale
+        x, norm = x_with_bias[0], self.norm
+        if _fuses(x, norm):
+            return norm_residual.norm_add(x, norm.weight, norm.eps, residual, self.x_scale, self.residual_scale)
+        return norm(x) * self.x_scale + residual * self.residual_scale
+
+    def add_norm(
+        self, x_with_bias: tuple[Tensor, None], residual: Tensor, following: BeamRMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """`add`'s sum, and its norm for the next sub-layer."""
+        x, norm = x_with_bias[0], self.norm
+        if not _fuses(x, norm, following):
+            h = self.add(x_with_bias, residual, 0.0)
+            return h, following(h)
+        scales = self.x_scale, self.residual_scale
+        return norm_residual.norm_add_norm(x, norm.weight, norm.eps, residual, *scales, following.weight, following.eps)
+
+
+def _fuses(x: Tensor, *norms: BeamRMSNorm) -> bool:
+    """Whether one kernel does these norms and the add: on a GPU, unless a hook wants to see what is between them."""
+    return x.is_cuda and not any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms)
 
 
 # --- experts ----------------------------------------------------------------------------------------------
@@ -275,17 +293,21 @@ class BeamLayer(TransformerLayer):
         self.self_attn_bda = SandwichResidual(config, adds_before + 2)
         self.mlp_bda = SandwichResidual(config, adds_before + 3)
 
-    def _forward_mlp(
-        self, hidden: Tensor, inference_context: None = None, padding_mask: None = None, packed_seq_params: Any = None
-    ) -> Tensor:
-        normed = self._forward_pre_mlp_layernorm(hidden)
+    def forward(
+        self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: Pack, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Megatron's layer without what Beam has not, and with the first sub-layer's end and the second's norm in one."""
+        normed = self.input_layernorm(hidden_states)
+        out = self.self_attention(normed, attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        hidden, normed = self.self_attn_bda.add_norm(out, hidden_states, self.pre_mlp_layernorm)
+        return self.mlp_bda.add(self._mlp(normed, packed_seq_params), hidden, 0.0), None
+
+    def _mlp(self, normed: Tensor, pack: Pack) -> tuple[Tensor, None]:
         if self.is_moe_layer:
-            out = self.mlp(normed, self._routes(packed_seq_params), packed_seq_params.agreement)
-        elif self.recompute_mlp:
-            out = mxfp8.checkpoint(self.config, self.mlp, normed)
-        else:
-            out = self.mlp(normed)
-        return self._forward_post_mlp(out, hidden)
+            return self.mlp(normed, self._routes(pack), pack.agreement)
+        if self.recompute_mlp:
+            return mxfp8.checkpoint(self.config, self.mlp, normed)
+        return self.mlp(normed)
 
     def _routes(self, pack: Pack) -> Tensor | None:
         """This layer's column, found by its global number: a pipeline stage's first MoE layer is not column 0."""

@@ -1,0 +1,136 @@
+"""The trainer's fused kernels against plain torch: on a GPU, or in Triton's interpreter on a machine without one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from beam_rl.megatron.kernels import norm_residual
+
+ON_GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
+runs_kernels = pytest.mark.skipif(not ON_GPU and not INTERPRETED, reason="runs on a GPU, or where TRITON_INTERPRET=1")
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+EPS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # half a unit in the last place
+EPSILON = 1e-6
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_()
+
+
+def exact(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Quarters from −2 to 2: any sum of their squares is exact in FP32, so its order does not matter."""
+    return (torch.randint(-8, 9, shape, device=DEVICE) / 4).to(dtype).requires_grad_()
+
+
+def outputs(function: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
+    found = function(*inputs)
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def gradients(function: Callable[..., Any], inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Of a random projection of the outputs, after the tensors among the inputs; computed in `dtype`, if given."""
+    own = [x.detach().to(dtype or x.dtype).requires_grad_() if isinstance(x, Tensor) else x for x in inputs]
+    found = outputs(function, own)
+    generator = torch.Generator().manual_seed(7)
+    towards = [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in found]  # the same in every dtype
+    return list(torch.autograd.grad(found, [x for x in own if isinstance(x, Tensor)], towards))
+
+
+def check_nearly_all_bits(got: Tensor, want: Tensor) -> None:
+    """FP32 inside may differ in its last bits, and then rarely rounds to the other neighbour."""
+    assert got.dtype == want.dtype and got.shape == want.shape
+    bits = 3 if got.dtype == torch.float32 else 1
+    assert ((got.double() - want.double()).abs() <= bits * 2 * EPS[got.dtype] * want.double().abs()).all()
+    assert got.dtype == torch.float32 or (got != want).sum() <= 1 + got.numel() // 500
+
+
+def check_gradients(
+    fused: Callable[..., Any], plain: Callable[..., Any], true: Callable[..., Any], inputs: Sequence[Any]
+) -> None:
+    """Within the dtype's error of the exact function's gradients in FP64, and no further than plain torch's are."""
+    dtype = inputs[0].dtype
+    ours, theirs = gradients(fused, inputs), gradients(plain, inputs)
+    for got, other, want in zip(ours, theirs, gradients(true, inputs, torch.float64), strict=True):
+        assert got.dtype == other.dtype and got.shape == other.shape
+        scale = want.norm()
+        assert (got - want).norm() < 4 * EPS[dtype] * scale
+        assert (got - want).norm() < 1.1 * (other - want).norm() + EPS[dtype] * scale
+        assert (got.double() - other.double()).norm() < 8 * EPS[dtype] * scale
+
+
+# --- norm, residual, norm ---------------------------------------------------------------------------------
+
+
+def boundary(make: Callable[..., Tensor], tokens: int, width: int, dtype: torch.dtype, parts: int) -> list[Any]:
+    """`norm_residual.reference`'s arguments: for y, for h, for h and n."""
+    of_next = [random(width, dtype=dtype), EPSILON]
+    of_residual = [make(tokens, 1, width, dtype=dtype), 3**-0.5, (2 / 3) ** 0.5]
+    return [make(tokens, 1, width, dtype=dtype), random(width, dtype=dtype), EPSILON, *of_residual, *of_next][:parts]
+
+
+def true_boundary(x: Tensor, weight: Tensor, eps: float, *rest: Any) -> Any:
+    y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+    if not rest:
+        return y
+    residual, x_scale, residual_scale, *following = rest
+    h = x_scale * y + residual_scale * residual
+    return (h, true_boundary(h, *following)) if following else h
+
+
+PARTS = pytest.mark.parametrize("parts", [3, 6, 8], ids=["norm", "norm, add", "norm, add, norm"])
+
+
+@runs_kernels
+@DTYPES
+@PARTS
+@pytest.mark.parametrize(("tokens", "width"), [(5, 64), (3, 100), (1, 1), (7, 1536)])
+def test_norm_and_residual_have_the_bits_of_plain_torch(
+    tokens: int, width: int, dtype: torch.dtype, parts: int
+) -> None:
+    torch.manual_seed(0)
+    inputs = boundary(exact, tokens, width, dtype, parts)
+    got, want = outputs(norm_residual.Fused.apply, inputs), outputs(norm_residual.reference, inputs)
+    assert torch.equal(got[0], want[0])
+    for n, expected in zip(got[1:], want[1:], strict=True):  # the squares of h have no exact sum
+        check_nearly_all_bits(n, expected)
+
+
+@runs_kernels
+@DTYPES
+@PARTS
+@pytest.mark.parametrize(("tokens", "width"), [(5, 64), (13, 100), (7, 1536)])
+def test_gradients_of_norm_and_residual(tokens: int, width: int, dtype: torch.dtype, parts: int) -> None:
+    torch.manual_seed(0)
+    inputs = boundary(random, tokens, width, dtype, parts)
+    check_gradients(norm_residual.Fused.apply, norm_residual.reference, true_boundary, inputs)
+
+
+# --- all of them ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels themselves run")
+def test_the_kernels_pass_in_tritons_interpreter() -> None:
+    """In a process of its own: Triton reads the variable when it is imported."""
+    kernels = [__file__, "-k", "bits or gradients"]
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *kernels]
+    interpreted = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=interpreted, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]
+
+
+def test_a_model_on_a_cpu_needs_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from beam_rl.megatron.kernels import norm_residual\n"
+        "print(norm_residual.norm(torch.tensor([3.0, 4.0]), torch.ones(2), 0.0).square().sum().item())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == pytest.approx(2.0)
