@@ -8,6 +8,7 @@ each program, added by torch: the same input gives the same bits. They know noth
 Kernels are launched without `fp_fusion`: a fused multiply-add would leave out a rounding that torch has.
 """
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,7 @@ from torch import Tensor
 triton: Any
 tl: Any
 try:
-    import triton
-    import triton.language as tl
+    triton, tl = import_module("triton"), import_module("triton.language")
 except ModuleNotFoundError:  # a torch for CPUs alone comes without it; nothing is launched there
     triton = SimpleNamespace(jit=lambda function: function, knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=0)))
     tl = SimpleNamespace(constexpr=lambda value: value)
