@@ -52,7 +52,6 @@ def kernels(
 
 def bench(tokens: int, hidden: int) -> Result:
     """Measures the copy and each piece on this machine's GPU."""
-    import torch
 
     from beam_rl.bench import measure
 
@@ -113,7 +112,7 @@ def seconds(work: Callable[[], Any]) -> float:
     for _ in range(RUNS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call] # while the launches queue up
+        torch.cuda._sleep(1_000_000)  # while the launches queue up
         start.record()
         work()
         end.record()
