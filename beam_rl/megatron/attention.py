@@ -1,7 +1,8 @@
 """Beam's attention over packed samples: positions, the core in torch or Transformer Engine, the output gate.
 
-Q, K, V and the gate come from Megatron's SelfAttention; this module normalizes Q and K and gives them positions, attends
-inside each sample (causal, within the layer's window) and gates the output. Knows nothing about the rest of the layer.
+Q and K come normalized and rounded from Megatron's SelfAttention, or as they are where one kernel does that and the rest;
+this module gives them positions, attends inside each sample (causal, within the layer's window) and gates the output.
+Knows nothing about the rest of the layer.
 """
 
 from typing import Any
@@ -96,7 +97,7 @@ else:
 
 
 class BeamCore(_Core):
-    """The norms of Q and K, RoPE (sliding layers) or SSMax (full layers), then the core attention."""
+    """RoPE (sliding layers) or SSMax (full layers), on a GPU with the norms of Q and K; then the core attention."""
 
     norms: tuple[Any, Any]  # of Q and K: the attention's modules
 
@@ -111,17 +112,15 @@ class BeamCore(_Core):
         return super().forward(query, key, value, mask, packed_seq_params=packed_seq_params, **kwargs)
 
     def placed(self, query: Tensor, key: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
-        """Q and K, (tokens, heads, dim), normalized and with their positions."""
-        q_norm, k_norm = self.norms
-        if qk_norm.fuses(query, q_norm.weight):
-            return self._placed_at_once(query, key, pack)
-        query, key = q_norm.normalized(query), k_norm.normalized(key)
+        """Q and K, (tokens, heads, dim), with their positions."""
+        if qk_norm.fuses(query, self.norms[0].weight):
+            return self._normalized_and_placed(query, key, pack)
         if self.rope_theta is None:
             return scalable_softmax(query, pack.positions), key
         cos, sin = pack.rotary(self.rope_theta, query.size(-1))
         return rotate(query, cos, sin), rotate(key, cos, sin)
 
-    def _placed_at_once(self, query: Tensor, key: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
+    def _normalized_and_placed(self, query: Tensor, key: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
         of_query: tuple[Tensor | None, ...] = (None, None, ssmax_scale(pack.positions))
         of_key: tuple[Tensor | None, ...] = (None, None, None)
         if self.rope_theta is not None:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from beam_rl.layout import stage_layers
 from beam_rl.megatron import compat, mxfp8
 from beam_rl.megatron.attention import BeamCore, BeamSelfAttention
-from beam_rl.megatron.kernels import norm_residual, swiglu
+from beam_rl.megatron.kernels import norm_residual, qk_norm, swiglu
 from beam_rl.megatron.packing import Agreement, Pack
 from beam_rl.megatron.router import BeamRouter
 from beam_rl.mxfp8.scheme import Scheme
@@ -182,13 +182,10 @@ class BeamRMSNorm(nn.Module):
 
 
 class HeadNorm(BeamRMSNorm):
-    """Of Q or K. Megatron calls it where positions are not at hand: the core attention does both, `BeamCore.placed`."""
+    """Of Q or K; where one kernel normalizes heads and gives them positions, it leaves both to `BeamCore`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x
-
-    def normalized(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        return x if qk_norm.fuses(x, self.weight) else super().forward(x)
 
 
 class SandwichResidual(nn.Module):
