@@ -34,7 +34,7 @@ class Piece:
 
 
 def kernels(
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 16384,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 32768,
     hidden: Annotated[int, typer.Option(min=1, max=8192, help="The hidden size.")] = 5120,
     as_json: AsJson = False,
 ) -> None:
@@ -112,7 +112,7 @@ def seconds(work: Callable[[], Any]) -> float:
     for _ in range(RUNS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        torch.cuda._sleep(1_000_000)  # while the launches queue up
+        torch.cuda._sleep(4_000_000)  # cycles, while the launches queue up
         start.record()
         work()
         end.record()

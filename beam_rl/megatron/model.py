@@ -222,7 +222,7 @@ class SandwichResidual(nn.Module):
 
 def _fuses(x: Tensor, *norms: BeamRMSNorm) -> bool:
     """Whether one kernel does these norms and the add: on a GPU, unless a hook wants to see what is between them."""
-    return x.is_cuda and not any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms)
+    return norm_residual.covers(x) and not any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms)
 
 
 # --- MLP and experts --------------------------------------------------------------------------------------
