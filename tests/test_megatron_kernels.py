@@ -214,7 +214,9 @@ def test_gradients_are_the_same_beside_frozen_norms(dtype: torch.dtype) -> None:
             of = dict(zip(moving, own, strict=True))
             return function(*(of.get(i, x.detach() if isinstance(x, Tensor) else x) for i, x in enumerate(inputs)))
 
-        for got, want in zip(gradients(frozen, [inputs[i] for i in moving]), [g for g in whole if g.dim() > 1]):
+        for got, want in zip(
+            gradients(frozen, [inputs[i] for i in moving]), [g for g in whole if g.dim() > 1], strict=True
+        ):
             assert torch.equal(got, want)
 
 
