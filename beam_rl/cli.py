@@ -58,6 +58,12 @@ class Precision(StrEnum):
     bf16 = "bf16"
 
 
+class SizeName(StrEnum):
+    tiny = "tiny"
+    small = "small"
+    small256 = "small256"
+
+
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, such as recipes/tiny_cpu.yaml.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as trainer.steps=10.")
@@ -172,17 +178,50 @@ def tiny(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.")],
     seed: Annotated[int, typer.Option(min=0, help="Decides every bit of the checkpoint.")] = 0,
     precision: Annotated[Precision, typer.Option(help="The router is FP32 in both.")] = Precision.fp32,
+    size: Annotated[
+        SizeName, typer.Option(help="small, small256: 0.6 and 0.9 billion parameters; a GPU makes them.")
+    ] = SizeName.tiny,
 ) -> None:
-    """Write a small Beam checkpoint with tokenizer and data, warm-started on a toy arithmetic task (about a minute)."""
+    """Write a small Beam checkpoint with tokenizer and data, warm-started on an arithmetic task (tiny: about a minute)."""
     from beam_rl.report import Console
     from beam_rl.tiny import write_tiny
-    from beam_rl.tiny.warmstart import Schedule
+    from beam_rl.tiny.sizes import SIZES
 
     if out.exists():
         raise InputError(f"{out}: exists already; name a new folder")
-    with Console(0, file=sys.stderr) as console, console.phase("warm start", Schedule().steps, once=True) as phase:
-        report = write_tiny(out, seed, lambda step, steps, loss: phase.advance(), dtype=precision.value)
-    typer.echo(f"written to {out}: {report.parameters:,} parameters, eval avg@8 {report.avg_at_8:.1%}")
+    made = SIZES[size.value]
+    with Console(0, file=sys.stderr) as console, console.phase("warm start", made.schedule.steps, once=True) as phase:
+        try:
+            report = write_tiny(out, seed, lambda step, steps, loss: phase.advance(), dtype=precision.value, size=made)
+        except ValueError as e:
+            raise InputError(str(e)) from None
+    typer.echo(f"written to {out}: {report.summary}")
+
+
+@app.command(cls=Command)
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Also look at what this recipe would use.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Look at this machine: packages, GPUs, memory, disks, and with RECIPE its model, NVMe, Ray and hub.
+
+    Ends with 1 if something would keep a run from starting.
+    """
+    from beam_rl.doctor import examine
+    from beam_rl.recipe.load import load
+    from beam_rl.report.checkup import show
+
+    checks = examine(load(recipe, overrides or ()) if recipe else None)
+    healthy = all(check.status != "fail" for check in checks)
+    if as_json:
+        typer.echo(json.dumps({"ok": healthy, "checks": [vars(check) for check in checks]}))
+    else:
+        show(checks)
+    if not healthy:
+        raise typer.Exit(1)
 
 
 bench = typer.Typer(help="Measure a part beside what this machine allows.", no_args_is_help=True, rich_markup_mode=None)

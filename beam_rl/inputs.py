@@ -38,13 +38,14 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     """Finds or makes the checkpoint, reads the data, and checks both.
 
     Args:
-        display: shows that the tiny checkpoint is being made.
+        display: shows that a small checkpoint is being made.
     Raises:
         InputError: a missing folder, a checkpoint that isn't Beam, data that can't serve.
     """
     path = find_model(recipe, display)
     config = check_beam(path)
     adapter = adapter_for(recipe, path)
+    scheme_for(recipe, path)
     from transformers import AutoTokenizer
 
     try:
@@ -56,6 +57,7 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     longest, data = recipe.data.max_prompt_tokens, recipe.data
     train = PromptStream.open(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, "data.train")
     notes = [f"{data.train.path}: {len(train)} prompts to train on ({train.counts})"]
+    notes += start_note(path)
     held_out: list[Prompt] = []
     if data.eval:
         held_out, counts = read_prompts(_resolve(data.eval, path, "eval"), tokenizer, longest, "data.eval")
@@ -72,10 +74,12 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
 
 
 def find_model(recipe: Recipe, display: Display) -> Path:
-    """The folder of `model.path`: made (`tiny`), local, or downloaded from the hub."""
+    """The folder of `model.path`: made (`tiny`, `small`, `small256`), local, or downloaded from the hub."""
+    from beam_rl.tiny.sizes import SIZES
+
     name = recipe.model.path
-    if name == "tiny":
-        return _tiny(recipe, display)
+    if name in SIZES:
+        return _made(name, recipe, display)
     if Path(name).is_dir():
         return Path(name).resolve()
     if os.sep in name and (name.startswith((".", os.sep)) or name.count("/") > 1):
@@ -90,19 +94,33 @@ def find_model(recipe: Recipe, display: Display) -> Path:
         raise InputError(f"model.path = {name}: neither a folder nor a model the hub can give ({reason})") from None
 
 
-def _tiny(recipe: Recipe, display: Display) -> Path:
-    """The tiny checkpoint; what goes on is shown only where it has to be made."""
+def _made(name: str, recipe: Recipe, display: Display) -> Path:
+    """The small checkpoint of that name; what goes on is shown only where it has to be made."""
     from beam_rl.tiny import cached_tiny
+    from beam_rl.tiny.sizes import SIZES
 
     with contextlib.ExitStack() as shown:
         phase: Phase | None = None
 
         def progress(step: int, steps: int, loss: float) -> None:
             nonlocal phase
-            phase = phase or shown.enter_context(display.phase("warm-starting the tiny Beam", steps, once=True))
+            phase = phase or shown.enter_context(display.phase(f"warm-starting the {name} Beam", steps, once=True))
             phase.advance()
 
-        return cached_tiny(recipe.seed, recipe.trainer.dtype, progress)
+        try:
+            return cached_tiny(recipe.seed, recipe.trainer.dtype, progress, size=SIZES[name])
+        except ValueError as e:
+            raise InputError(f"model.path = {name}: {e}") from None
+
+
+def start_note(path: Path) -> list[str]:
+    """How good a checkpoint is that was warm-started to a target: one line, or none."""
+    from beam_rl.tiny.write import REPORT
+
+    try:
+        return [str(json.loads((path / REPORT).read_text())["summary"])]
+    except FileNotFoundError:
+        return []
 
 
 def check_beam(path: Path) -> dict[str, Any]:
@@ -137,15 +155,21 @@ def adapter_for(recipe: Recipe, model_path: Path) -> Adapter | None:
 
 
 def scheme_for(recipe: Recipe, model_path: Path) -> Scheme | None:
-    """Which of that checkpoint's weights engines have in MXFP8; InputError if they can't, None where none is."""
+    """Which of that checkpoint's weights engines have in MXFP8, None where none is; InputError if some rank's or worker's
+    part of a weight is no whole number of blocks."""
     if recipe.rollout_precision != "mxfp8":
         return None
-    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
-    kept = recipe.trainer.mxfp8
-    try:
-        return scheme_of(SimpleNamespace(**config), kept.keep_first_layers, kept.keep_last_layers, kept.activations)
-    except ValueError as e:
-        raise InputError(f"rollout.precision = {recipe.rollout.precision}: {e}") from None
+    hf = SimpleNamespace(**json.loads((model_path / "config.json").read_text(encoding="utf-8")))
+    kept, engine, trainer = recipe.trainer.mxfp8, recipe.rollout.parallel, recipe.trainer.parallel
+    split = {"rollout.precision": (engine.tp, 1 if engine.ep > 1 else engine.tp)}
+    if recipe.trainer.precision == "mxfp8":
+        split = {"trainer.precision": (trainer.tp, trainer.etp)} | split
+    for key, (tp, expert_tp) in split.items():
+        try:
+            scheme = scheme_of(hf, kept.keep_first_layers, kept.keep_last_layers, kept.activations, tp, expert_tp)
+        except ValueError as e:
+            raise InputError(f"{key} = mxfp8: {e}") from None
+    return scheme
 
 
 def start_adapter(recipe: Recipe) -> str | None:
@@ -177,10 +201,14 @@ def check_length(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
 
 
 def _resolve(source: DataSource, model_path: Path, which: str) -> DataSource:
-    """`tiny` stands for the file that the tiny checkpoint brings."""
-    if source.path != "tiny":
+    """The name of a small Beam stands for the file that its checkpoint brings."""
+    from beam_rl.tiny.sizes import SIZES
+
+    if source.path not in SIZES:
         return source
     file = model_path / f"{which}.jsonl"
     if not file.exists():
-        raise InputError(f"data.{which}.path = tiny: goes with model.path = tiny only, {file} does not exist")
+        raise InputError(
+            f"data.{which}.path = {source.path}: goes with model.path = {source.path} only, {file} does not exist"
+        )
     return source.model_copy(update={"path": str(file), "split": "train"})

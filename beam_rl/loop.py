@@ -27,7 +27,7 @@ from beam_rl.report.metric_names import eval_metric
 from beam_rl.rollouts import attend, beside, make_rollouts
 from beam_rl.run import Run
 from beam_rl.samples import Sample
-from beam_rl.sampling import Flights, Judge, Rollout
+from beam_rl.sampling import Flights, Judge, Rollout, shuffle_rewards
 from beam_rl.saver import Saver
 from beam_rl.step import Step
 from beam_rl.sync import SyncReport
@@ -128,6 +128,7 @@ class Loop:
         step, self.eval_score = Step(self.state.step + 1, self.report), None
         step.log(self.saver.take_metrics())
         rollout = self.rollouts.take(step)
+        shuffle_rewards(rollout, self.recipe, step)
         self.run.log_samples(
             step.number, [s.record(self.inputs.decode(s.prompt.token_ids)) for s in self.shown(rollout.samples)]
         )
@@ -135,16 +136,28 @@ class Loop:
         step.log(rollout_metrics(rollout, batch, step.number) | self.engine_metrics())
         with step.phase("handing the GPUs over", "turn"):
             self.turns.to_trainer()
-        self.score(batch, step)
-        with self.state.advancing(step.number):
-            self.learn(batch, step)
-            self.state.unreported = step.metrics
-            self.note_flights()
-        self.sync(step)
+        with self.traced(step.number):
+            self.score(batch, step)
+            with self.state.advancing(step.number):
+                self.learn(batch, step)
+                self.state.unreported = step.metrics
+                self.note_flights()
+            self.sync(step)
         self.announce(step)
         every = self.recipe.checkpoint.every
         self.save_if(bool(every) and step.number % every == 0)
         self.back_to_engines()
+
+    @contextlib.contextmanager
+    def traced(self, step: int) -> Iterator[None]:
+        """In a step that the recipe names, the ranks write down what they do meanwhile; the run does not hang on it."""
+        if step not in self.recipe.trainer.profile.steps:
+            yield
+            return
+        self.policy.begin_trace()
+        yield
+        for problem in self.policy.end_trace(self.run.folder / "profile" / f"step_{step}"):
+            self.report.warn(f"no trace of step {step}: {problem}")
 
     def engine_metrics(self) -> dict[str, float]:
         """What became of the engines since the last step; a person is told of each that was lost."""

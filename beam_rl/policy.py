@@ -24,6 +24,7 @@ from beam_rl.watch import Rank, RankError, gather
 
 if TYPE_CHECKING:
     from beam_rl.megatron.offload import Offload, OnGpu
+    from beam_rl.megatron.profile import Trace
     from beam_rl.megatron.settings import ExportForm
     from beam_rl.rollout.sync.link import Link
     from beam_rl.rollout.sync.place import Place
@@ -38,6 +39,8 @@ DOING = {
     "sync_place": "opening a weight sync",
     "open_sync": "opening a weight sync",
     "connect_sync": "opening a weight sync",
+    "begin_trace": "beginning a trace",
+    "end_trace": "writing a trace",
     "save": "saving",
     "stage": "saving",
     "write": "writing a checkpoint",
@@ -89,6 +92,7 @@ class PolicyWorker:
         self.mini_batches: list[list[MicroBatch]] = []
         self.sender: WeightSender | None = None
         self.offload: Offload | None = None
+        self.trace: Trace | None = None
 
     def start(self, model_path: str, settings: Any, world_size: int, master: str, log: Path) -> None:
         """Loads the model and joins the other ranks; what this process prints from now on goes to `log`."""
@@ -129,6 +133,21 @@ class PolicyWorker:
         from beam_rl.algorithms.losses import objective
 
         return self.trainer.update(self.mini_batches[index], partial(objective, settings=self.algorithm), lr)
+
+    def begin_trace(self) -> None:
+        from beam_rl.megatron.profile import Trace
+
+        self.trace = Trace()
+
+    def end_trace(self, path: str) -> str | None:
+        """What kept the trace from being written, if anything did."""
+        trace, self.trace = self.trace, None
+        assert trace is not None
+        try:
+            trace.write(Path(f"{path}_rank_{self.rank}.json"))
+        except OSError as error:
+            return f"{path}_rank_{self.rank}.json could not be written ({(error.strerror or str(error)).lower()})"
+        return None
 
     def probe(self, sequences: list[MicroBatch]) -> dict[int, Records]:
         """What every sub-layer computes, by the sequence's index; of this rank's sequences and layers."""
@@ -177,6 +196,12 @@ class PolicyWorker:
 
         Raises SyncError on rank 0, once the other ranks are through with gathering too.
         """
+        from beam_rl.megatron.profile import part
+
+        with part("sync"):
+            return self._send_weights(engines)
+
+    def _send_weights(self, engines: Sequence[Any]) -> Sent:
         tensors = self.trainer.sync_tensors()
         watch = self.trainer.sent_checksum()
         try:
@@ -288,6 +313,13 @@ class Policy:
     def update(self, index: int, lr: float) -> dict[str, float]:
         """One optimizer update over mini-batch `index`; the metrics are the same on every rank."""
         return self._all("update", index, lr)[0]
+
+    def begin_trace(self) -> None:
+        self._all("begin_trace")
+
+    def end_trace(self, path: Path) -> list[str]:
+        """Writes every rank's trace since `begin_trace` as `path`_rank_N.json; says which could not be written."""
+        return [problem for problem in self._all("end_trace", str(path.resolve())) if problem]
 
     def probe(self, samples: Sequence[Sample]) -> list[Records]:
         """What every sub-layer computes for each sample, put together from all ranks."""

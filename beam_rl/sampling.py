@@ -5,6 +5,7 @@ prompt's position and the sample's number alone.
 """
 
 import math
+import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,22 @@ def worth_training(groups: Sequence[Group], recipe: Recipe) -> tuple[list[Group]
     return [g for g, m in zip(groups, mixed, strict=True) if m], [
         g for g, m in zip(groups, mixed, strict=True) if not m
     ]
+
+
+def shuffle_rewards(rollout: Rollout, recipe: Recipe, step: Step) -> None:
+    """The control that `verifier.shuffle` asks for: a step's rewards are dealt out anew among all its samples.
+
+    Scores stay as they were. The order hangs on the recipe's seed and the step's number alone, so a resumed run has it
+    again.
+    """
+    if not recipe.verifier.shuffle:
+        return
+    samples = rollout.samples
+    own = [s.reward for s in samples]
+    dealt = random.Random(f"{recipe.seed} {step.number} shuffled rewards").sample(own, len(own))
+    for sample, reward in zip(samples, dealt, strict=True):
+        sample.reward = reward
+    step.log({"reward/shuffled": sum(a != b for a, b in zip(own, dealt, strict=True))})
 
 
 def judge_groups(groups: Sequence[Group], verifier: Judge, recipe: Recipe, counts: Rollout) -> None:

@@ -50,6 +50,7 @@ class Turns:
         if not self.shared:
             yield
             return
+        self.trainers = False  # from the first move on: what fails half-way has to bring all of it back
         if not self.engines.all_alive():  # one that starts anew takes its memory then
             self.copied += self.policy.put_on_gpu("nothing")
         self.engines.each("sleep")
@@ -59,5 +60,4 @@ class Turns:
             yield
         finally:  # also after a failed sync: an engine that is started anew needs the room
             self.copied += self.policy.put_on_gpu("nothing")
-            self.trainers = False
             self.engines.each("wake", "kv_cache")

@@ -4,8 +4,11 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+SHARE_ENGINES = [f"tests/test_{name}.py" for name in ("parity_engine", "rollout_continue", "rollout_engine")]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_SILENT"] = "true"
@@ -38,6 +41,19 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield ray.get_runtime_context().gcs_address
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay together, and so do the files that share two engines, the last of which stops them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "engines" if file in SHARE_ENGINES else file
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` skip where there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -60,8 +76,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
-    """Leaves without joining threads: those of Gloo, Ray and Megatron in one process can wait for each other for ever."""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leaves without joining threads: those of Gloo, Ray and Megatron in one process can wait for each other for ever.
+
+    A worker of pytest-xdist has to tell what it found first; its parent ends it.
+    """
+    if hasattr(config, "workerinput"):
+        return
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_status)

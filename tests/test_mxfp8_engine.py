@@ -15,6 +15,9 @@ from rollout_fixtures import settings
 from safetensors.torch import load_file
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mxfp8_to_bf16
 
+from beam_rl.errors import InputError
+from beam_rl.inputs import scheme_for
+from beam_rl.mxfp8.format import quantize
 from beam_rl.mxfp8.restore import Restored
 from beam_rl.mxfp8.scheme import SCALE, Scheme, scheme_of
 from beam_rl.recipe.load import RecipeError, load
@@ -109,6 +112,14 @@ def test_an_engine_that_starts_from_the_export_is_the_runs_engine(
         ray.kill(fresh)
 
 
+def test_a_checkpoint_in_fp32_is_rounded_as_the_trainer_holds_it() -> None:
+    scheme, weight = Scheme(num_layers=1), torch.randn(64, 64)
+    names = ["model.layers.0.mlp.up_proj.weight"]
+    wide, narrow = (dict(scheme.quantized([(names[0], w)])) for w in (weight, weight.bfloat16()))
+    assert all(torch.equal(wide[name].view(torch.uint8), narrow[name].view(torch.uint8)) for name in narrow)
+    assert not torch.equal(quantize(weight).payload.view(torch.uint8), narrow[names[0]].view(torch.uint8))
+
+
 def test_scales_may_come_in_a_later_stream_than_their_payload() -> None:
     scheme, weight = Scheme(num_layers=1), torch.randn(8, 64).bfloat16()
     stream = list(scheme.quantized([("model.layers.0.mlp.up_proj.weight", weight), ("lm_head.weight", weight)]))
@@ -134,6 +145,22 @@ def test_what_cannot_be_mxfp8_is_refused(overrides: list[str], refusal: str) -> 
         load(TINY, overrides)
 
 
-def test_mxfp8_rollouts_of_a_bf16_trainer_keep_their_own_layers() -> None:
-    recipe = load(TINY, ["trainer.precision=bf16", "rollout.precision=mxfp8", "trainer.mxfp8.keep_first_layers=1"])
-    assert recipe.rollout_precision == "mxfp8" and recipe.trainer.dtype == "bf16"
+@pytest.mark.parametrize(
+    ("overrides", "refusal"),
+    [
+        (
+            ["trainer.precision=mxfp8", "rollout.parallel.tp=2"],
+            "rollout.precision = mxfp8: .* moe_intermediate_size = 32",
+        ),
+        (
+            ["trainer.precision=mxfp8", "trainer.parallel.etp=2"],
+            "trainer.precision = mxfp8: .* moe_intermediate_size = 32",
+        ),
+        (["trainer.precision=bf16", "rollout.precision=mxfp8", "trainer.mxfp8.keep_last_layers=99"], "has 7 layers"),
+    ],
+)
+def test_a_model_that_mxfp8_does_not_divide_is_refused_before_anything_starts(
+    overrides: list[str], refusal: str, tiny_folder: Path
+) -> None:
+    with pytest.raises(InputError, match=refusal):
+        scheme_for(load(TINY, overrides), tiny_folder)

@@ -208,6 +208,7 @@ CHAINS: dict[str, tuple[Parallel, list[Kind]]] = {
     "one": (Parallel(), ["none", "nvme", "cpu", "none"]),
     "dp and ep": (Parallel(dp=2, ep=2), ["nvme", "none", "nvme"]),
     "tp": (Parallel(tp=2, etp=2, sp=True), ["nvme"]),
+    "pp": (Parallel(pp=2), ["nvme"]),
 }
 
 
@@ -253,7 +254,7 @@ def test_a_checkpoint_moves_between_the_kinds(first: tuple[Path, dict[str, list[
     assert all(layouts.same_bits(ours, theirs) for ours, theirs in zip(streamed, stayed, strict=True))
 
 
-@pytest.mark.parametrize("name", ["dp and ep", "tp"])
+@pytest.mark.parametrize("name", ["dp and ep", "tp", "pp"])
 def test_a_checkpoint_moves_between_layouts_and_kinds(
     name: str, first: tuple[Path, dict[str, list[layouts.Tensors]]], tmp_path: Path
 ) -> None:

@@ -47,6 +47,21 @@ def forked_from_a_process_that_has_torch() -> Any:
     return context
 
 
+def test_a_file_system_without_hard_links_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints take the state by a second name of its file."""
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    with pytest.raises(InputError, match=r"has no hard links \(operation not permitted\); name a local disk"):
+        made(tmp_path / "rank_0")
+    monkeypatch.undo()
+    made(tmp_path / "rank_0").close()  # nothing keeps the folder locked
+
+
 def test_blocks_cover_every_element_once_and_lie_as_direct_io_wants() -> None:
     draw = random.Random(0)
     for moments in (torch.float32, torch.bfloat16):

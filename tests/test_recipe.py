@@ -56,7 +56,10 @@ def test_overrides_change_nested_keys_in_order():
         ("algorithm.loss=gspo", ["algorithm.aggregation = token_mean", "sample_mean"]),
         ("rollout.max_batched_tokens=100", ["rollout.max_batched_tokens = 100", "rollout.max_num_seqs = 256"]),
         ("checkpoint.every=7", ["checkpoint.every = 7", "eval.every = 10"]),
-        ("trainer.mxfp8.keep_last_layers=1", ["trainer.mxfp8.keep_last_layers = 1", "trainer.precision = mxfp8"]),
+        (
+            "trainer.mxfp8.keep_last_layers=1",
+            ["trainer.mxfp8.keep_last_layers = 1", "trainer.precision or rollout.precision = mxfp8"],
+        ),
         ("eval.temperature=0", ["eval.samples_per_prompt = 8", "eval.temperature = 0"]),
     ],
 )

@@ -23,20 +23,26 @@ def tensors() -> list[tuple[str, Tensor]]:
     ]
 
 
-def travel(given: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[Bucket, list[tuple[str, Tensor]]]]:
+def travel(
+    given: Iterable[tuple[str, Tensor]], bucket_bytes: int, at_once: bool = False
+) -> Iterator[tuple[Bucket, list[tuple[str, Tensor]]]]:
     """Each bucket and what the other end makes of it; there are two buffers, as in a sync."""
     buffers = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
     other_end = Assembler(CPU)
-    for bucket in pack(given, cycle(buffers), checksums=True):
+    take_out = other_end.tensors_at_once if at_once else other_end.tensors
+    for bucket in pack(given, cycle(buffers), checksums=not at_once):
         data = buffers[bucket.number % 2][: bucket.nbytes].clone()
-        got = list(other_end.tensors(from_metadata(to_metadata(bucket)), data))
+        got = list(take_out(from_metadata(to_metadata(bucket)), data))
         data.fill_(255)  # what came out has its own memory
         yield bucket, got
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [16, 64, 128, 10_000])
-def test_tensors_come_out_bit_for_bit_in_their_order_whatever_the_bucket_holds(bucket_bytes: int) -> None:
-    got = [each for _, some in travel(tensors(), bucket_bytes) for each in some]
+def test_tensors_come_out_bit_for_bit_in_their_order_whatever_the_bucket_holds(
+    bucket_bytes: int, at_once: bool
+) -> None:
+    got = [each for _, some in travel(tensors(), bucket_bytes, at_once) for each in some]
     assert [name for name, _ in got] == [name for name, _ in tensors()]
     for (_, mine), (_, theirs) in zip(got, tensors(), strict=True):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and torch.equal(mine, theirs)

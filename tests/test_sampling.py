@@ -14,7 +14,7 @@ from beam_rl.data import PromptStream
 from beam_rl.evaluate import evaluate
 from beam_rl.recipe.load import load
 from beam_rl.samples import Completion, Prompt, Request, sampling_seed
-from beam_rl.sampling import Flights, Rollout, sample_groups
+from beam_rl.sampling import Flights, Rollout, sample_groups, shuffle_rewards
 from beam_rl.step import Step
 from beam_rl.verifiers import Verdict, VerifyItem
 
@@ -125,6 +125,34 @@ def test_overlong_responses_are_punished_on_top_of_their_score():
     assert rollout.truncated == 8
     assert [s.score for s in rollout.samples[:2]] == [1.0, 0.0]
     assert [s.reward for s in rollout.samples[:2]] == [0.5, -0.5]  # at the limit: the whole penalty
+
+
+def shuffled(number: int, *overrides: str) -> tuple[Rollout, Step]:
+    """A rollout whose prompts are answered in the same way by all samples, after the control; score = prompt's number."""
+    engine = Scripted({i: [float(i), float(i)] for i in range(8)})
+    rollout, _ = sample(engine, prompts(), "rollout.prompts_per_step=8")
+    step = Step(number, Silent())
+    shuffle_rewards(rollout, load(TINY, ["verifier.shuffle=true", *overrides]), step)
+    return rollout, step
+
+
+def test_shuffled_rewards_are_the_same_rewards_for_other_samples_and_the_metric_counts_them():
+    rollout, step = shuffled(1)
+    rewards, scores = ([getattr(s, what) for s in rollout.samples] for what in ("reward", "score"))
+    assert sorted(rewards) == sorted(scores) and rewards != scores, "scores stay; rewards are dealt out anew"
+    assert step.metrics["reward/shuffled"] == sum(r != s for r, s in zip(rewards, scores, strict=True)) > 8
+    groups = [{s.reward for s in g.samples} for g in rollout.groups]
+    assert max(map(len, groups)) == 2, "over the whole batch, not within groups: these were alike"
+
+
+def test_the_shuffle_hangs_on_the_seed_and_the_step_alone():
+    deal = lambda *how: [s.reward for s in shuffled(*how)[0].samples]  # noqa: E731
+    assert deal(1) == deal(1) != deal(2) != deal(2, "seed=1")
+
+
+def test_without_the_control_every_sample_keeps_its_reward():
+    rollout, step = shuffled(1, "verifier.shuffle=false")
+    assert all(s.reward == s.score for s in rollout.samples) and "reward/shuffled" not in step.metrics
 
 
 def test_evaluation_asks_the_same_of_every_step_and_averages_over_prompts():

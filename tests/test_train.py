@@ -33,6 +33,7 @@ OVERRIDES = [
     "eval.every=4",
     "data.eval.limit=16",
     "logging.samples_per_step=1000",
+    "trainer.profile.steps=[3]",
 ]
 
 
@@ -50,6 +51,13 @@ def whole(folder: Path) -> Path:
     out, _ = run(folder / "whole")
     assert f"{STEPS} of {STEPS}" in out
     return folder / "whole"
+
+
+def test_a_step_that_the_recipe_names_is_traced(whole: Path) -> None:
+    (trace,) = (whole / "profile").iterdir()
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert trace.name == "step_3_rank_0.json"
+    assert {"score", "forward and backward", "layers", "log-probabilities", "optimizer", "sync"} <= names
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +244,8 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(folder):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount)], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
-        _, err = run(mount / "run", "checkpoint.every=1", "logging.wandb=disabled", code=1)
+        alone = ["checkpoint.every=1", "logging.wandb=disabled", "trainer.profile.steps=[]"]
+        _, err = run(mount / "run", *alone, code=1)
         assert len(err.strip().splitlines()) == 1
         assert ("the disk is full" in err or "as on a full disk" in err) and "step_1" in err
         assert os.listdir(mount / "run" / "checkpoints") == ["step_1"]
@@ -277,6 +286,7 @@ def test_two_ranks_two_engines_and_the_switches_together(ray_here, tiny_folder, 
         "rollout.prompts_per_step=8",
         "trainer.precision=bf16",
         "trainer.steps=2",
+        "trainer.profile.steps=[1]",
         "algorithm.loss=cispo",
         "algorithm.kl.coefficient=0.01",
         "algorithm.importance_correction.kind=mask",
@@ -291,5 +301,8 @@ def test_two_ranks_two_engines_and_the_switches_together(ray_here, tiny_folder, 
         assert line["replay/rows"] > 100 and line["replay/missing_rows"] == 0
         assert line["sync/version"] == line["step"]
     assert second["loss/kl"] > 0, "the second step's policy has left the reference"
+    assert {trace.name for trace in (folder / "many" / "profile").iterdir()} == {
+        f"step_1_rank_{i}.json" for i in (0, 1)
+    }
     versions = {row["version"] for row in samples(folder / "many", 2)}
     assert versions == {1}

@@ -64,6 +64,29 @@ def test_an_engine_that_starts_anew_finds_room() -> None:
     assert both.calls[:3] == ["trainer: nothing", "engines: sleep", "trainer: weights"]
 
 
+@pytest.mark.parametrize("fails", ["engines: wake weights", "trainer: nothing"])
+def test_a_hand_over_that_fails_half_way_leaves_the_trainer_able_to_save(fails: str) -> None:
+    class Failing(Scripted):
+        def put_on_gpu(self, what: str) -> Copied:
+            copied = super().put_on_gpu(what)
+            if self.calls[-1] == fails:
+                raise OSError("half-way")
+            return copied
+
+        def each(self, method: str, *args: str) -> None:
+            super().each(method, *args)
+            if self.calls[-1] == fails:
+                raise OSError("half-way")
+
+    both = Failing()
+    turns = Turns(both, both, shared=True)
+    turns.to_trainer()
+    with pytest.raises(OSError, match="half-way"), turns.to_engines():
+        pass
+    turns.to_trainer_for_good()
+    assert both.calls[-1] == "trainer: all"
+
+
 def test_nothing_moves_where_nothing_is_shared() -> None:
     both = Scripted()
     turns = Turns(both, both, shared=False)

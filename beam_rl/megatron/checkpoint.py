@@ -92,18 +92,27 @@ def live_state(models: Sequence[BeamModel], optimizer: MegatronOptimizer) -> Sta
 
     Of an optimizer's state in files it is a snapshot, which is as it is now whatever updates follow; `write` takes it away.
     """
-    streamed = streamed_state(optimizer)
-    if streamed:
-        streamed.require_whole()
+    streamed, step = streamed_state(optimizer), _common_step(models[0].config.device, optimizer)
     held = _pieces(models, optimizer)
     pieces = {key: [p.without_bytes() for p in found if p.written_here] for key, found in held.items()}
     referred = any(piece.at is not None for found in pieces.values() for piece in found)
     snapshot = streamed.snapshot(f"rank_{dist.get_rank()}") if streamed and referred else None
     own = _random_states()
-    step = ranks.largest(get_step(optimizer), models[0].config.device)
     if dist.get_rank() == 0:
         own[_STEP] = torch.tensor(step)
     return State({key: found for key, found in pieces.items() if found}, own, snapshot)
+
+
+def _common_step(device: torch.device, optimizer: MegatronOptimizer) -> int:
+    """Updates made. RuntimeError on every rank where one's state can't be saved, or is of another update."""
+    streamed, step = streamed_state(optimizer), get_step(optimizer)
+    whole = ranks.all_of(streamed is None or streamed.whole, device)
+    latest = ranks.largest(step, device)
+    if streamed:
+        streamed.require_whole()
+    if not whole or not ranks.all_of(step in (0, latest), device):  # a rank may train nothing
+        raise RuntimeError("the ranks' optimizer states are not of one update; start from the last checkpoint")
+    return latest
 
 
 @torch.no_grad()

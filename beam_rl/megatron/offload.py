@@ -7,7 +7,6 @@ update begins by clearing them.
 """
 
 import mmap
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -171,22 +170,31 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def page_locked(nbytes: int) -> Tensor:
-    """(nbytes,) uint8 that a GPU copies from and to at full speed; torch's own would be rounded up to a power of two.
+class _LockedPages(mmap.mmap):
+    """Host memory that a GPU copies from and to at full speed; unlocked before it is given back."""
 
-    Whole pages of its own, and unlocked before they are given back: CUDA refuses to lock a page twice.
+    address = 0
+
+    def __del__(self) -> None:
+        if self.address:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def page_locked(nbytes: int) -> Tensor:
+    """(nbytes,) uint8, page-locked where there is a GPU; torch's own would be rounded up to a power of two.
+
+    Whole pages of its own: CUDA refuses to lock a page twice.
     """
     if not torch.cuda.is_available() or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8)
-    pages = mmap.mmap(-1, nbytes)
+    pages = _LockedPages(-1, nbytes)
     host = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` as long as somebody has a view of it
-    cuda = torch.cuda.cudart()
-    status = cuda.cudaHostRegister(host.data_ptr(), nbytes, 0)
+    status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), nbytes, 0)
     if int(status) != 0:
         raise RuntimeError(
             f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {int(status)})"
         )
-    weakref.finalize(pages, cuda.cudaHostUnregister, host.data_ptr())
+    pages.address = host.data_ptr()
     return host
 
 

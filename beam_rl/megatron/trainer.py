@@ -44,6 +44,7 @@ from beam_rl.megatron.optimizer import (
     with_gradient_buffers,
 )
 from beam_rl.megatron.packing import Agreement, Pack, pack
+from beam_rl.megatron.profile import part
 from beam_rl.megatron.settings import ExportForm, Score, TrainerSettings
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.samples import MicroBatch
@@ -110,6 +111,12 @@ class Trainer:
             )
         except ValueError as error:
             raise InputError(f"trainer.precision = mxfp8: {error}") from None
+        stage, most = hf.num_hidden_layers // parallel.pp, max(kept.keep_first_layers, kept.keep_last_layers)
+        if mxfp8.is_native(scheme) and most > stage:
+            raise InputError(
+                f"trainer.mxfp8.keep_first_layers, keep_last_layers: {most} layers at one end are more than the {stage} "
+                "of a pipeline stage, and on this GPU Megatron keeps no more"
+            )
         print(f"trainer.precision = mxfp8: {mxfp8.who_multiplies(scheme)}", flush=True)
         return scheme
 
@@ -170,7 +177,8 @@ class Trainer:
 
             return self._hidden(model, batch, pack), collect
 
-        found = self._run(forward, micro_batches, forward_only=True)
+        with part("score"):
+            found = self._run(forward, micro_batches, forward_only=True)
         counts = torch.tensor([(a.agree, a.total) if a else (0, 0) for a in agreements], device=self.device)
         ranks.sum_over_replica(counts)
         return [
@@ -230,13 +238,15 @@ class Trainer:
 
             return self._hidden(model, batch, pack), loss
 
-        if micro_batches:
-            self._run(forward, micro_batches, forward_only=False)
-        else:  # a replica without samples still takes part in the gradient's sum
-            _finalize_gradients(self.ddp)
+        with part("forward and backward"):
+            if micro_batches:
+                self._run(forward, micro_batches, forward_only=False)
+            else:  # a replica without samples still takes part in the gradient's sum
+                _finalize_gradients(self.ddp)
         metrics = self._metrics(totals)
         set_lr(self.optimizer, lr)
-        _, grad_norm, _ = self.optimizer.step()
+        with part("optimizer"):
+            _, grad_norm, _ = self.optimizer.step()
         return metrics | {"optim/grad_norm": float(grad_norm), "optim/lr": lr} | self._nvme_metrics()
 
     def _nvme_metrics(self) -> dict[str, float]:
@@ -315,7 +325,8 @@ class Trainer:
         if self.adapted:
             yield from self.hf_adapter_tensors()
         else:
-            yield from scheme.quantized(self.hf_tensors()) if scheme else self.hf_tensors()
+            sends = scheme is not None and dist.get_rank() == 0  # the others only take part in gathering
+            yield from scheme.quantized(self.hf_tensors()) if scheme and sends else self.hf_tensors()
 
     def sent_checksum(self) -> SentChecksum | None:
         """What works out the checksum that an engine will have of `sync_tensors`; None without an adapter."""
@@ -433,13 +444,14 @@ class Trainer:
 
     def _hidden(self, model: Any, batch: MicroBatch, pack: Pack) -> Tensor:
         """(this rank's tokens, hidden) the final hidden states, or what the next pipeline stage gets."""
-        return model(
-            self._tensor(batch.tokens)[pack.rows][None],
-            None,
-            None,
-            packed_seq_params=pack,
-            output_processor=lambda hidden_states, **_: hidden_states.squeeze(1),
-        )
+        with part("layers"):
+            return model(
+                self._tensor(batch.tokens)[pack.rows][None],
+                None,
+                None,
+                packed_seq_params=pack,
+                output_processor=lambda hidden_states, **_: hidden_states.squeeze(1),
+            )
 
     def _pack(self, batch: MicroBatch, agreement: Agreement | None) -> Pack:
         routes = None
@@ -460,6 +472,10 @@ class Trainer:
 
     def _logprobs(self, hidden: Tensor, batch: MicroBatch, pack: Pack) -> tuple[Tensor, Tensor]:
         """(tokens,) of the whole micro-batch: each rank of the last stage goes on with all of it."""
+        with part("log-probabilities"):
+            return self._head(hidden, batch, pack)
+
+    def _head(self, hidden: Tensor, batch: MicroBatch, pack: Pack) -> tuple[Tensor, Tensor]:
         logp, entropy = token_logprobs(
             ranks.whole_sequence(hidden) if self.settings.parallel.sp else hidden,
             self.chunks[-1].output_layer.weight,

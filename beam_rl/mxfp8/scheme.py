@@ -68,7 +68,7 @@ class Scheme:
             if not self.has(name) or tensor.dtype == torch.float8_e4m3fn:
                 yield name, tensor
                 continue
-            q = quantize(tensor)
+            q = quantize(tensor.bfloat16())  # as the trainer holds it, whatever a checkpoint's file has
             yield name, q.payload
             yield self.scale_name(name), q.scales
 

@@ -69,7 +69,7 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
         "trainer": Side(concatenate(trainer), response_logp(samples, trainer)),
         "engine": Side(concatenate(engine), as_sampled),
     }
-    bounds, precision = recipe.parity, recipe.trainer.precision
+    bounds, precision = recipe.parity, recipe.rollout_precision
     return compare(
         sides,
         replayed=recipe.rollout.routing_replay,
@@ -79,8 +79,8 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
 
 
 def logprob_mean_bound(recipe: Recipe) -> float:
-    """Of the mean |Δlogp|, nats: the recipe's, or what the precision allows."""
-    return recipe.parity.logprob_mean_bound or LOGPROB_MEAN_BOUND[recipe.trainer.precision]
+    """Of the mean |Δlogp|, nats: the recipe's, or what the engine's precision allows."""
+    return recipe.parity.logprob_mean_bound or LOGPROB_MEAN_BOUND[recipe.rollout_precision]
 
 
 def sample(recipe: Recipe, inputs: Inputs, engines: Engines, max_tokens: int | None = None) -> list[Sample]:

@@ -30,6 +30,7 @@ def check(recipe: "Recipe") -> None:
         *_evaluation(recipe),
         *_offload(recipe),
         *_mxfp8(recipe),
+        *_profile(recipe),
     ):
         raise ValueError(problem)
 
@@ -196,6 +197,12 @@ def _offload(recipe: "Recipe") -> Iterator[str]:
             "trainer.optimizer.nvme.moments = bf16: only with trainer.optimizer.offload = cpu or nvme; without, moments "
             "are FP32"
         )
+
+
+def _profile(recipe: "Recipe") -> Iterator[str]:
+    trainer = recipe.trainer
+    if (last := max(trainer.profile.steps, default=0)) > trainer.steps:
+        yield f"trainer.profile.steps: step {last} will not come: trainer.steps = {trainer.steps}"
 
 
 def _mxfp8(recipe: "Recipe") -> Iterator[str]:

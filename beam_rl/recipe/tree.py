@@ -39,13 +39,15 @@ class Lora(Section):
 
 
 class Model(Section):
-    path: str = Field(description="HF folder or hub id of a Beam checkpoint; `tiny` makes the tiny one on first use")
+    path: str = Field(
+        description="HF folder or hub id of a Beam checkpoint; `tiny` and `small` make a small one on first use"
+    )
     revision: str | None = Field(None, description="hub revision; ignored for a folder")
     lora: Lora | None = Field(None, description="train an adapter of this shape; default: train all weights")
 
 
 class DataSource(Section):
-    path: str = Field(description="hub id, .jsonl or .parquet file, or `tiny` for the tiny checkpoint's own task")
+    path: str = Field(description="hub id, .jsonl or .parquet file, `tiny` or `small` for the task of that checkpoint")
     config: str | None = Field(None, description="hub data sets: the configuration, where there are several")
     split: str = Field("train", description="hub data sets: the split")
     prompt: str = Field("prompt", description="column with a text or a list of chat messages")
@@ -67,6 +69,10 @@ class Verifier(Section):
     name: Literal["math", "toy"] = "math"
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     workers: Positive = 2
+    shuffle: Switch = Field(
+        False,
+        description="a control: hand each step's rewards out anew at random among its samples, so nothing is to learn",
+    )
 
 
 class EngineParallel(Section):
@@ -208,8 +214,14 @@ class Mxfp8(Section):
     keep_last_layers: Count = Field(0, description="so many layers at the model's end stay BF16")
     activations: Switch = Field(
         True,
-        description="round what weights are multiplied with, too, as Blackwell's units do; false: weights alone, as vLLM's "
-        "kernels for other GPUs do",
+        description="trainer, and engines on a CPU: round what weights are multiplied with, too, as Blackwell's units do; "
+        "false: weights alone, as vLLM's kernels for other GPUs do",
+    )
+
+
+class Profile(Section):
+    steps: list[Positive] = Field(
+        [], description="steps in which each trainer rank writes a trace, profile/step_N_rank_R.json, for Perfetto"
     )
 
 
@@ -235,6 +247,7 @@ class Trainer(Section):
         600.0,
         description="for trainer ranks to wait for each other; then the run ends and names the rank that is missing",
     )
+    profile: Profile = Profile()
     optimizer: Optimizer = Optimizer()
     wait_in: Literal["host", "nvme"] = Field(
         "host",

@@ -21,6 +21,7 @@ class Metric:
 # `<task>` stands for a task's name and `k` for the samples a prompt, as in eval/aime25/avg@8.
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("", "mean reward of the kept samples"),
+    "reward/shuffled": Metric("count", "samples whose reward was changed by verifier.shuffle"),
     "eval/<task>/avg@k": Metric("share", "mean score over k samples a prompt"),
     "eval/<task>/pass@k": Metric("share", "share of prompts that at least one of k samples solves"),
     "parity/abs_logprob_diff_mean": Metric("nats", "mean |Δlogp|, trainer against engine, before the first update"),
@@ -70,7 +71,7 @@ METRICS: dict[str, Metric] = {
     "memory/gpu_peak_bytes": Metric("bytes", "most GPU memory that a trainer rank held"),
     "memory/host_peak_bytes": Metric("bytes", "most host memory that a trainer rank held"),
     "turn/bytes": Metric("bytes", "copied between shared GPUs and where the trainer waits, since the step before"),
-    "turn/seconds": Metric("s", "that this took, the slowest rank; a part of time/turn_s, time/sync_s and time/save_s"),
+    "turn/seconds": Metric("s", "that this took, the slowest rank; with what a save or a check between the steps took"),
     "nvme/read_bytes": Metric("bytes", "read from NVMe in the step"),
     "nvme/write_bytes": Metric("bytes", "written to NVMe in the step"),
     "nvme/seconds": Metric(

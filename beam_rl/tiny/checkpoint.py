@@ -1,7 +1,7 @@
 """A small Beam: its shape, its first weights, its tokenizer, and how it is laid down as a Hugging Face folder.
 
 Promises the published checkpoint's tensor names on disk (one tensor per expert) and an FP32 router in every dtype.
-Knows nothing about the toy task beyond its tokens, and nothing about training.
+Knows nothing about a task beyond its tokens, and nothing about training.
 """
 
 import math
@@ -20,12 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from beam_rl.tiny import task
+from beam_rl.tiny.sizes import TINY, Size
 
 Dtype = Literal["fp32", "bf16"]
 TORCH_DTYPE: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-VOCABULARY = 64  # the tokens left over are spelled out, so that a decoded response shows them
-DENSE_LAYERS, SPARSE_LAYERS = 3, 4
 ROUTER = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
 
 CHAT_TEMPLATE = (
@@ -38,56 +36,44 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_config() -> BeamConfig:
-    """Every kind of layer of the 501B model, small: dense and sparse, sliding and full, grouped routing.
-
-    Bounds that its users impose: head_dim 32 is the least that vLLM's CPU attention takes, hidden sizes must be
-    multiples of 32 for its MoE kernel, and Megatron's group choice equals Beam's only where top-k = 2 · topk_group.
-    """
-    index = task.TOKENS.index
+def tiny_config(size: Size = TINY) -> BeamConfig:
+    """The configuration of a small Beam."""
+    index = size.task.TOKENS.index
     return BeamConfig(
         architectures=["BeamForCausalLM"],
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=DENSE_LAYERS + SPARSE_LAYERS,
-        mlp_layer_types=["dense"] * DENSE_LAYERS + ["sparse"] * SPARSE_LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        sliding_window=8,
-        max_position_embeddings=128,
-        moe_intermediate_size=32,
-        num_experts=16,
-        num_experts_per_tok=4,
-        n_group=4,
-        topk_group=2,
-        bos_token_id=index(task.BOS),
-        eos_token_id=index(task.EOS),
-        pad_token_id=index(task.PAD),
+        vocab_size=size.vocabulary,
+        **size.shape,
+        bos_token_id=index(size.task.BOS),
+        eos_token_id=index(size.task.EOS),
+        pad_token_id=index(size.task.PAD),
     )
 
 
-def fresh_model(seed: int) -> BeamForCausalLM:
-    """An untrained FP32 model: embeddings N(0, 1), matrices N(0, 1/fan-in), norms 1, biases 0."""
-    config = tiny_config()
+def fresh_model(seed: int, size: Size = TINY, device: str = "cpu") -> BeamForCausalLM:
+    """An untrained model: embeddings N(0, 1), matrices N(0, 1/fan-in), norms 1, biases 0; the router is FP32."""
+    config = tiny_config(size)
     config._attn_implementation = "sdpa"
-    config._experts_implementation = "eager"  # the fastest of transformers' at this size, and has no private kernels
-    with torch.random.fork_rng(devices=[]):  # transformers' own initialisation draws from the global generator
-        model = BeamForCausalLM(config).float()
-    generator = torch.Generator().manual_seed(seed)
+    config._experts_implementation = size.experts
+    own_generator = [torch.device(device)] if device != "cpu" else []
+    with torch.random.fork_rng(devices=own_generator), torch.device(device):
+        model = BeamForCausalLM(config).float()  # transformers' own initialisation draws from the global generators
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight") or name.endswith("gate_bias"):
                 continue
             std = 1.0 if "embed_tokens" in name else 1 / math.sqrt(parameter.shape[-1])
             parameter.normal_(0, std, generator=generator)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not name.endswith(ROUTER) and "inv_freq" not in name:
+            tensor.data = tensor.data.to(TORCH_DTYPE[size.trained_in])
     return model
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer(size: Size = TINY) -> PreTrainedTokenizerFast:
     """One token a word, words split at white space; encoding a text puts <bos> in front, as real tokenizers do."""
-    words = task.TOKENS + [f"<unused{i}>" for i in range(len(task.TOKENS), VOCABULARY)]
+    task = size.task
+    words = words_of(size)
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=task.UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -103,6 +89,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+def words_of(size: Size) -> list[str]:
+    """The whole vocabulary: the task's tokens, and names for those left over."""
+    return size.task.TOKENS + [f"<unused{i}>" for i in range(len(size.task.TOKENS), size.vocabulary)]
 
 
 def disk_tensors(model: BeamForCausalLM, dtype: Dtype) -> dict[str, Tensor]:
@@ -124,14 +115,14 @@ def disk_tensors(model: BeamForCausalLM, dtype: Dtype) -> dict[str, Tensor]:
                 parts = {projection: matrix}
             tensors |= {f"{layer}{fused}{expert}.{part}.weight": weight for part, weight in parts.items()}
     return {
-        name: tensor.to(torch.float32 if name.endswith(ROUTER) else TORCH_DTYPE[dtype]).contiguous().clone()
+        name: tensor.to("cpu", torch.float32 if name.endswith(ROUTER) else TORCH_DTYPE[dtype]).contiguous().clone()
         for name, tensor in tensors.items()
     }
 
 
-def save_hf(model: BeamForCausalLM, folder: Path, dtype: Dtype) -> None:
+def save_hf(model: BeamForCausalLM, folder: Path, dtype: Dtype, size: Size = TINY) -> None:
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer's files into `folder`."""
-    config = tiny_config()
+    config = tiny_config(size)
     config.dtype = TORCH_DTYPE[dtype]
     config.save_pretrained(folder)
     GenerationConfig(
@@ -141,4 +132,4 @@ def save_hf(model: BeamForCausalLM, folder: Path, dtype: Dtype) -> None:
     ).save_pretrained(folder)
     weights = safetensors_torch.save(disk_tensors(model, dtype), metadata={"format": "pt"})
     (folder / "model.safetensors").write_bytes(weights)  # not save_file, which hides the file from other users
-    tiny_tokenizer().save_pretrained(folder)
+    tiny_tokenizer(size).save_pretrained(folder)

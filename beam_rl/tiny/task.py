@@ -10,7 +10,10 @@ slips go away); it teaches no new skill. A rising curve proves the machinery, no
 
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from beam_rl.verifiers.toy import toy_score
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 DIGITS = [str(d) for d in range(10)]
@@ -51,17 +54,24 @@ def draw_problem(rng: random.Random, held_out: bool) -> Problem:
             return problem
 
 
-def draw_distinct(rng: random.Random, held_out: bool, count: int) -> list[Problem]:
-    """`count` different problems of one side of the split, in the order drawn."""
+def draw_distinct(
+    rng: random.Random, held_out: bool, count: int, draw: Callable[[random.Random, bool], Problem] = draw_problem
+) -> list[Problem]:
+    """`count` different problems of one side of the split, in the order drawn; `draw`: of another task."""
     problems: dict[Problem, None] = {}
     while len(problems) < count:
-        problems[draw_problem(rng, held_out)] = None
+        problems[draw(rng, held_out)] = None
     return list(problems)
 
 
-def solve(problem: Problem) -> int:
+def level_of(problem: Problem) -> int:
+    """1: problems are alike."""
+    return 1
+
+
+def solve(problem: Problem) -> str:
     """The right answer, 0 to 9."""
-    return sum(int(term) for term in problem) % 10
+    return str(sum(int(term) for term in problem) % 10)
 
 
 def prompt_tokens(problem: Problem) -> list[str]:
@@ -75,8 +85,13 @@ def demonstration(rng: random.Random, problem: Problem, teacher: Demonstrator) -
         return (total + rng.choice((1, -1))) % 10 if rng.random() < teacher.slip else total
 
     if rng.random() < teacher.direct:
-        return [BOX, str(slipped(solve(problem))), CLOSE, EOS]
+        return [BOX, str(slipped(int(solve(problem)))), CLOSE, EOS]
     totals = [int(problem[0])]
     for term in problem[1:]:
         totals.append(slipped((totals[-1] + int(term)) % 10))
     return [*map(str, totals), BOX, str(totals[-1]), CLOSE, EOS]
+
+
+def score(response: str, gold: str, finish_reason: str) -> float:
+    """As the `toy` verifier has it."""
+    return toy_score(response, gold, finish_reason)

@@ -11,35 +11,53 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tokenizers
 import torch
 import transformers
+from torch import Tensor
 from transformers import BeamForCausalLM
 from transformers.utils import logging
 
-from beam_rl.tiny import task
+from beam_rl.tiny import task as digits
 from beam_rl.tiny.checkpoint import TORCH_DTYPE, Dtype, fresh_model, save_hf
+from beam_rl.tiny.sizes import TINY, Schedule, Size
 from beam_rl.tiny.task import Problem
-from beam_rl.tiny.warmstart import Progress, Schedule, accuracy, one_thread, warm_start
+from beam_rl.tiny.warmstart import Progress, graded, one_thread, warm_start
 
-TRAIN_ROWS, EVAL_ROWS = 20_000, 128
 EVAL_SAMPLES = 8
+REPORT = "warm_start.json"  # beside the checkpoint of a size that is trained to a target
 
 
 @dataclass(frozen=True)
 class TinyReport:
-    """What was written, and how good it is at the start."""
+    """What was written, and how good it is at the start; shares of 1, on the held-out problems."""
 
     path: Path
     parameters: int
     loss: float  # of the last supervised step, nats a token
-    avg_at_8: float  # share of 1, on the held-out problems at temperature 1
+    steps: int
+    target: float | None  # that the warm start had, for avg@8
+    reached: bool
+    avg_at_8: float  # at temperature 1
     pass_at_8: float
+    greedy: float
+    by_level: dict[int, tuple[float, float]]  # level: avg@8, pass@8
     seconds: float
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        missed = "" if self.reached else f" (target {self.target:.0%} MISSED)"
+        levels = ", ".join(f"{100 * avg:.0f}/{100 * best:.0f}" for avg, best in self.by_level.values())
+        return (
+            f"{self.parameters:,} parameters, warm-started in {self.steps} steps and {self.seconds:.0f} s{missed}; eval "
+            f"avg@8 {self.avg_at_8:.1%}, pass@8 {self.pass_at_8:.1%}, greedy {self.greedy:.1%}"
+            + (f"; avg/pass by level {levels}" if len(self.by_level) > 1 else "")
+        )
 
 
 def write_tiny(
@@ -49,21 +67,23 @@ def write_tiny(
     *,
     dtype: Dtype = "fp32",
     schedule: Schedule | None = None,
+    size: Size = TINY,
 ) -> TinyReport:
-    """Makes a tiny Beam in the new folder `out`: config, weights, tokenizer, train.jsonl and eval.jsonl.
+    """Makes a small Beam in the new folder `out`: config, weights, tokenizer, train.jsonl and eval.jsonl.
 
     Args:
         out: must not exist, or be an empty folder.
         seed: of the weights and of the demonstrations; the problems in the files are the same for every seed.
         progress: called after each supervised step.
-        dtype: of the file's tensors; the router stays FP32. Training is always in FP32.
-        schedule: of the warm start; the default is what the cached checkpoint gets.
+        dtype: of the file's tensors; the router stays FP32. The size says what training is in.
+        schedule: of the warm start; the default is the size's, which the cached checkpoint gets.
     Raises:
-        ValueError: `out` is taken.
+        ValueError: `out` is taken, or the size wants a GPU and there is none.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: exists already; name a new or empty folder")
+    device = device_for(size)
     started = time.perf_counter()
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.unfinished-{os.getpid()}")
@@ -71,46 +91,89 @@ def write_tiny(
     unfinished.mkdir()
     try:
         with one_thread():
-            model = fresh_model(seed)
-            loss = warm_start(model, seed, schedule or Schedule(), progress)
-            save_hf(model, unfinished, dtype)
-            held_out = write_data(unfinished)
-            average, best = accuracy(load(unfinished, dtype), held_out, EVAL_SAMPLES)
+            model = fresh_model(seed, size, device)
+            outcome = warm_start(model, seed, schedule or size.schedule, progress, size.task)
+            save_hf(model, unfinished, dtype, size)
+            held_out = write_data(unfinished, size)
+            parameters = sum(p.numel() for p in model.parameters())
+            del model  # the one that is loaded needs its memory
+            table, greedy = grade(load(unfinished, dtype, size, device), held_out, size)
+        report = TinyReport(
+            path=out,
+            parameters=parameters,
+            loss=outcome.loss,
+            steps=outcome.steps,
+            target=(schedule or size.schedule).target,
+            reached=outcome.reached,
+            avg_at_8=table.mean().item(),
+            pass_at_8=table.amax(1).mean().item(),
+            greedy=greedy,
+            by_level=by_level(table, held_out, size),
+            seconds=time.perf_counter() - started,
+        )
+        if report.target is not None:
+            (unfinished / REPORT).write_text(json.dumps(asdict(report) | {"path": out.name, "summary": report.summary}))
         os.replace(unfinished, out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    parameters = sum(p.numel() for p in model.parameters())
-    return TinyReport(out, parameters, loss, average, best, time.perf_counter() - started)
+        if device != "cpu":
+            torch.cuda.empty_cache()  # engines of this machine want it all
+    return report
 
 
-def load(folder: Path, dtype: Dtype) -> BeamForCausalLM:
+def device_for(size: Size) -> str:
+    """Where a size is made; ValueError where it cannot be."""
+    if not size.gpu:
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"{size.name}: making this Beam takes minutes on a GPU and days without, and there is none; use tiny, or the "
+            "folder of one that was made elsewhere"
+        )
+    return "cuda:0"
+
+
+def load(folder: Path, dtype: Dtype, size: Size = TINY, device: str = "cpu") -> BeamForCausalLM:
     """The model as a user will load it, so that the report tells of the files and not of what was in memory."""
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # the caller draws the only bar
     try:
-        return BeamForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPE[dtype], experts_implementation="eager")
+        model = BeamForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPE[dtype], experts_implementation=size.experts)
     finally:
         if had_bars:
             logging.enable_progress_bar()
+    return model.to(device)
 
 
-def write_data(folder: Path) -> list[Problem]:
+def grade(model: BeamForCausalLM, held_out: Sequence[Problem], size: Size) -> tuple[Tensor, float]:
+    """(problems, samples) scores at temperature 1, and the share that is right greedily."""
+    table = graded(model, held_out, EVAL_SAMPLES, task=size.task)
+    return table, graded(model, held_out, 1, task=size.task, greedy=True).mean().item()
+
+
+def by_level(table: Tensor, problems: Sequence[Problem], size: Size) -> dict[int, tuple[float, float]]:
+    """avg@k and pass@k of every level of the task, the lowest first."""
+    levels = torch.tensor([size.task.level_of(problem) for problem in problems])
+    return {
+        int(level): (table[levels == level].mean().item(), table[levels == level].amax(1).mean().item())
+        for level in levels.unique()
+    }
+
+
+def write_data(folder: Path, size: Size = TINY) -> list[Problem]:
     """Writes train.jsonl and eval.jsonl (columns `prompt`, chat messages, and `answer`); returns the held-out ones."""
-    rng = random.Random("toy task")
-    held_out = task.draw_distinct(rng, held_out=True, count=EVAL_ROWS)
-    write_jsonl(folder / "eval.jsonl", held_out)
-    write_jsonl(
-        folder / "train.jsonl",
-        task.draw_distinct(rng, held_out=False, count=TRAIN_ROWS),
-    )
+    rng, draw = random.Random("toy task"), size.task.draw_problem
+    held_out = digits.draw_distinct(rng, True, size.eval_rows, draw)
+    write_jsonl(folder / "eval.jsonl", held_out, size)
+    write_jsonl(folder / "train.jsonl", digits.draw_distinct(rng, False, size.train_rows, draw), size)
     return held_out
 
 
-def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
+def write_jsonl(path: Path, problems: Iterable[Problem], size: Size) -> None:
     with path.open("w") as file:
         for problem in problems:
             messages = [{"role": "user", "content": " ".join(problem)}]
-            file.write(json.dumps({"prompt": messages, "answer": str(task.solve(problem))}) + "\n")
+            file.write(json.dumps({"prompt": messages, "answer": size.task.solve(problem)}) + "\n")
 
 
 def cache_root() -> Path:
@@ -140,17 +203,18 @@ def cached_tiny(
     progress: Progress | None = None,
     *,
     schedule: Schedule | None = None,
+    size: Size = TINY,
 ) -> Path:
-    """The folder of the tiny Beam with this seed and dtype; made on first use, about a minute, then found.
+    """The folder of the small Beam with this size, seed and dtype; made on first use, then found.
 
     Processes that ask at once wait for the first of them. `schedule` as in `write_tiny`.
     """
     root = cache_root()
     root.mkdir(parents=True, exist_ok=True)
-    key = hashlib.sha256(f"{fingerprint()} {schedule or Schedule()}".encode()).hexdigest()[:12]
-    folder = root / f"tiny-seed{seed}-{dtype}-{key}"
+    key = hashlib.sha256(f"{fingerprint()} {schedule or size.schedule}".encode()).hexdigest()[:12]
+    folder = root / f"{size.name}-seed{seed}-{dtype}-{key}"
     with (root / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also if this process is killed
         if not folder.exists():
-            write_tiny(folder, seed, progress, dtype=dtype, schedule=schedule)
+            write_tiny(folder, seed, progress, dtype=dtype, schedule=schedule, size=size)
     return folder

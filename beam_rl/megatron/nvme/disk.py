@@ -58,18 +58,22 @@ class Transfer:
 class File:
     """One file of fixed size. `direct`: it bypasses the page cache."""
 
-    def __init__(self, path: Path, nbytes: int, create: bool = False) -> None:
-        """create: makes it anew, in place of another, and reserves its space, so that it can't run out later."""
+    def __init__(self, path: Path, nbytes: int, create: bool = False, named: bool = True) -> None:
+        """create: makes it anew, in place of another, and reserves its space, so that it can't run out later.
+        named: else it has no name from the start on, and is gone when it is closed.
+        """
         self.path, self.nbytes, self._fd = path, nbytes, -1
         try:
             if create:
                 path.unlink(missing_ok=True)  # not truncated: a checkpoint may hold the old one by another name
             self._fd, self.direct = _open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0))
+            if not named:
+                path.unlink()
             if create and nbytes:
                 os.posix_fallocate(self._fd, 0, nbytes)
         except OSError as error:
             if create and self._fd >= 0:
-                path.unlink()
+                path.unlink(missing_ok=True)
             self.close()
             raise DiskError(self._told("make" if create else "open", error)) from error
 

@@ -139,6 +139,11 @@ class StreamedState:
         """The byte in a snapshot at which what `view` gives begins; None of a state in host memory, which has none."""
         return self.store.layout.place(kind, self._index[id(main)]) if isinstance(self.store, FileStore) else None
 
+    @property
+    def whole(self) -> bool:
+        """Whether weights and state belong together."""
+        return self._torn is None
+
     def require_whole(self) -> None:
         """Raises RuntimeError where weights and state may not belong together."""
         if self._torn:

@@ -178,6 +178,7 @@ class FileStore:
             raise InputError(f"{KEY}: can't use {folder}: {(error.strerror or str(error)).lower()}") from error
         files: list[File] = []
         try:
+            _check_links(folder)
             (folder / MANIFEST).unlink(missing_ok=True)
             for generation in (0, 1):  # both old ones go before the first new one takes their room
                 _path(folder, generation).unlink(missing_ok=True)
@@ -428,6 +429,17 @@ def _clean(folder: Path) -> None:
     new = (_path(folder, generation).with_suffix(NEW) for generation in (0, 1))
     for path in (folder / SAVING, folder / NEW_MANIFEST, *new):
         path.unlink(missing_ok=True)
+
+
+def _check_links(folder: Path) -> None:
+    """InputError where a file can't have a second name, by which checkpoints take the state."""
+    (folder / SAVING).unlink(missing_ok=True)
+    try:
+        (folder / SAVING).hardlink_to(folder / LOCK)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(f"{KEY}: {folder}: its file system has no hard links ({reason}); name a local disk") from error
+    (folder / SAVING).unlink()
 
 
 def _lock(folder: Path) -> int:

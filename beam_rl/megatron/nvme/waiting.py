@@ -7,7 +7,7 @@ taken once. The file has no name: its space goes back with the process, however 
 
 import bisect
 import contextlib
-import os
+import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -136,14 +136,12 @@ def _whole(nbytes: int) -> int:
 
 
 def _nameless(folder: Path, nbytes: int) -> File:
-    """A new file of that size in the folder, already removed: it is there as long as it is open."""
+    """A new file of that size on the folder's disk: it is there as long as it is open."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{KEY}: can't use {folder}: {(error.strerror or str(error)).lower()}") from error
-    file = File(folder / f"waiting_{os.getpid()}", nbytes, create=True)
-    file.path.unlink()
-    return file
+    return File(folder / f"waiting_{uuid.uuid4().hex}", nbytes, create=True, named=False)
 
 
 def _close(threads: Threads, file: File) -> None:
