@@ -50,10 +50,10 @@ class IpcReceiver:
         self.buffers = [_map(handle, join["bucket_bytes"], device) for handle in join["handles"][worker]]
 
     def start(self, slot: int, nbytes: int) -> None:
-        self.data = self.buffers[slot][:nbytes]
+        self.nbytes = nbytes
 
-    def wait(self, deadline_s: float) -> Tensor:
-        return self.data
+    def wait(self, slot: int, deadline_s: float) -> Tensor:
+        return self.buffers[slot][: self.nbytes]
 
     def close(self) -> None:
         self.buffers = []
