@@ -163,6 +163,12 @@ async def sample_everything(folder: Path, logs: Path, weights: Tensors) -> dict[
         await whole.load(merged(stands_for, make_adapter(config, kind), config))
         found[kind]["merged into mxfp8"] = await whole.firsts()
     await whole.engine.stop()
+    synced = Served(folder, logs, None, scheme)
+    await synced.start()
+    for when in ("started", "synced", "synced again"):
+        found["none"][f"mxfp8, {when}"] = await asyncio.wait_for(synced.firsts(), 60)
+        await synced.load(scheme.quantized(weights.items()))
+    await synced.engine.stop()
     on_mxfp8 = Served(folder, logs, ADAPTER, scheme)
     await on_mxfp8.start()
     for kind in KINDS:
@@ -187,6 +193,14 @@ def agreement(one: Firsts, two: Firsts) -> tuple[float, float]:
 
 def test_without_an_adapter_the_native_model_is_as_it_was(sampled: dict[str, dict[str, Firsts]]) -> None:
     assert sampled["none"]["lora"] == sampled["none"]["merged"]
+
+
+@pytest.mark.parametrize("when", ["synced", "synced again"])
+def test_mxfp8_engine_samples_the_same_when_it_has_received_what_it_had(
+    when: str, sampled: dict[str, dict[str, Firsts]]
+) -> None:
+    share, gap = agreement(sampled["none"]["mxfp8, started"], sampled["none"][f"mxfp8, {when}"])
+    assert share > 0.95 and gap < 0.02  # a GPU's sums in another order
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,6 +19,7 @@ def register() -> None:
         from beam_rl.rollout.native import BeamForCausalLM as Beam
 
         compat_gpu.install()
+        compat.keep_mxfp8_kernels()
     else:
         from beam_rl.rollout.model import BeamForCausalLM as Beam
     ModelRegistry.register_model(compat.ARCHITECTURE, Beam)
