@@ -303,6 +303,6 @@ def test_a_model_on_a_cpu_needs_no_triton() -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="measures the GPU")
 def test_bench_says_that_it_needs_a_gpu() -> None:
-    done = subprocess.run([sys.executable, "-m", "beam_rl.cli", "bench", "kernels"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "beam_rl.cli", "bench", "boundary"], capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr == "beam-rl: bench kernels measures kernels of an NVIDIA GPU: there is none here\n"
+    assert done.stderr == "beam-rl: bench boundary measures kernels of an NVIDIA GPU: there is none here\n"

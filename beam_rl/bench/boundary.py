@@ -33,7 +33,7 @@ class Piece:
     backward_bytes: int
 
 
-def kernels(
+def boundary(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 32768,
     hidden: Annotated[int, typer.Option(min=1, max=8192, help="The hidden size.")] = 5120,
     as_json: AsJson = False,
@@ -46,7 +46,7 @@ def kernels(
     from beam_rl.bench import measure
 
     if measure.device().type != "cuda":
-        raise InputError("bench kernels measures kernels of an NVIDIA GPU: there is none here")
+        raise InputError("bench boundary measures kernels of an NVIDIA GPU: there is none here")
     show(bench(tokens, hidden), as_json)
 
 
@@ -64,7 +64,7 @@ def bench(tokens: int, hidden: int) -> Result:
         found = measured(make())
         rates += [found["forward_gb_s"], found["backward_gb_s"]]
         detail |= {f"{name}_{key}": value for key, value in found.items()}
-    return Result("kernels", min(rates), "GB/s", copy, measure.machine(where), detail)
+    return Result("boundary", min(rates), "GB/s", copy, measure.machine(where), detail)
 
 
 def copy_rate(where: Any) -> float:
