@@ -45,3 +45,10 @@ def covers(*tensors: Tensor) -> bool:
     """Whether the kernels are for these: on a GPU, in one dtype that they know."""
     dtype = tensors[0].dtype
     return dtype in DTYPES and all(x.is_cuda and x.dtype == dtype for x in tensors)
+
+
+def at_one_time(x: Tensor, warps: int, warps_per_sm: int) -> int:
+    """How many programs of so many warps the GPU that has x runs at one time."""
+    if x.device.type != "cuda":
+        return 3  # in Triton's interpreter
+    return torch.cuda.get_device_properties(x.device).multi_processor_count * warps_per_sm // warps

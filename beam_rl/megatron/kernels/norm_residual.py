@@ -5,7 +5,8 @@
     n = norm(h) · next_weight
 
 One kernel each way does y alone, h, or h and n. Bytes a token of `width` values of b bytes: y 2·width·b forward and
-3·width·b backward; h 3 and 4; h and n 4 and 6. A row is one program's, so a width of up to 8192 is covered.
+3·width·b backward; h 3 and 4; h and n 4 and 6; and 4 for what each norm multiplied by, which the backward pass reads. A row
+is one program's, so a width of up to 8192 is covered.
 """
 
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from beam_rl.megatron.kernels import covers, rounded, store_rounded, tl, triton
+from beam_rl.megatron.kernels import at_one_time, covers, rounded, store_rounded, tl, triton
 
 MAX_WIDTH = 8192
-# Both so that the backward pass at 8192, which needs most registers, has them all without spilling.
-VALUES_PER_WARP, MAX_WARPS = 256, 16
+VALUES_PER_WARP, MAX_WARPS = 256, 16  # forward
+# Of the backward pass without and with a second norm: so that at 8192 registers suffice and shared memory has room.
+BACKWARD = {False: (512, 3), True: (256, 2)}  # values a warp, and rows on their way to a program
 WARPS_PER_SM = 32  # of programs in the backward pass, where each has a partial sum of the weights' gradients
+STAGED_BYTES = 200 * 2**10  # the room for rows on their way
 
 
 @triton.jit
@@ -41,30 +44,32 @@ def _load(pointer, inside):
 
 @triton.jit
 def _forward_kernel(
-    x, weight, residual, next_weight, out, normed, width, eps, next_eps, x_scale, residual_scale,
+    x, weight, residual, next_weight, out, normed, factors, width, eps, next_eps, x_scale, residual_scale,
     ADD: tl.constexpr, NEXT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row a program. out: h, or y without ADD; normed: n, with NEXT."""
+    """A row a program. out: h, or y without ADD; normed: n, with NEXT; factors: (1 or 2, rows) FP32."""
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
     dtype: tl.constexpr = out.dtype.element_ty
-    unit, _ = _unit(_load(x + at, inside), width, eps)
+    unit, factor = _unit(_load(x + at, inside), width, eps)
+    tl.store(factors + tl.program_id(0), factor)
     y = _load(weight + column, inside) * unit
     if ADD:
         scaled = rounded(rounded(y, dtype) * x_scale, dtype)
         y = rounded(scaled + rounded(_load(residual + at, inside) * residual_scale, dtype), dtype)
     store_rounded(out + at, y, inside)
     if NEXT:
-        unit, _ = _unit(y, width, next_eps)
+        unit, factor = _unit(y, width, next_eps)
+        tl.store(factors + tl.num_programs(0) + tl.program_id(0), factor)
         store_rounded(normed + at, _load(next_weight + column, inside) * unit, inside)
 
 
 @triton.jit
 def _backward_kernel(
-    x, weight, h, next_weight, d_out, d_normed, dx, d_residual, d_weight, d_next_weight,
-    rows, width, eps, next_eps, x_scale, residual_scale,
-    ADD: tl.constexpr, NEXT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, h, next_weight, factors, d_out, d_normed, dx, d_residual, d_weight, d_next_weight,
+    rows, width, x_scale, residual_scale,
+    ADD: tl.constexpr, NEXT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every so many-th row a program. d_weight, d_next_weight: (programs, width) FP32 partial sums, with WEIGHTS."""
     column = tl.arange(0, BLOCK)
@@ -72,20 +77,25 @@ def _backward_kernel(
     first = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     next_total = tl.zeros((BLOCK,), tl.float32)
-    for row in range(first, rows, tl.num_programs(0)):
+    if not NEXT:  # else there are no registers for it
+        w = _load(weight + column, inside)
+    for row in tl.range(first, rows, tl.num_programs(0), num_stages=STAGES):
         at = row * width + column
         grad = _load(d_out + at, inside)
         if NEXT:
-            unit, factor = _unit(_load(h + at, inside), width, next_eps)
+            factor = tl.load(factors + rows + row)
+            unit = _load(h + at, inside) * factor
             of_normed = _load(d_normed + at, inside)
             next_total += of_normed * unit
             grad += _unit_backward(of_normed * _load(next_weight + column, inside), unit, factor, width)
+            w = _load(weight + column, inside)
         if ADD:
             store_rounded(d_residual + at, grad * residual_scale, inside)
             grad *= x_scale
-        unit, factor = _unit(_load(x + at, inside), width, eps)
+        factor = tl.load(factors + row)
+        unit = _load(x + at, inside) * factor
         total += grad * unit
-        store_rounded(dx + at, _unit_backward(grad * _load(weight + column, inside), unit, factor, width), inside)
+        store_rounded(dx + at, _unit_backward(grad * w, unit, factor, width), inside)
     if WEIGHTS:
         tl.store(d_weight + first * width + column, total, mask=inside)
         if NEXT:
@@ -110,34 +120,36 @@ class Fused(torch.autograd.Function):
         x, width = x.contiguous(), x.size(-1)
         out = torch.empty_like(x)
         normed = None if next_weight is None else torch.empty_like(x)
-        ctx.numbers = eps, next_eps, x_scale, residual_scale
+        factors = x.new_empty(1 if normed is None else 2, x.numel() // width, dtype=torch.float32)
+        ctx.scales = x_scale, residual_scale
         ctx.kinds = {"ADD": residual is not None, "NEXT": normed is not None, "BLOCK": triton.next_power_of_2(width)}
-        ctx.save_for_backward(x, weight, next_weight, out if normed is not None else None)
+        ctx.save_for_backward(x, weight, next_weight, out if normed is not None else None, factors)
         if residual is not None:
             residual = residual.contiguous()
         if x.numel():
             _forward_kernel[(x.numel() // width,)](
-                x, weight, residual, next_weight, out, normed, width, *ctx.numbers, **ctx.kinds,
+                x, weight, residual, next_weight, out, normed, factors, width, eps, next_eps, *ctx.scales, **ctx.kinds,
                 num_warps=_warps(width), enable_fp_fusion=False,
             )  # fmt: skip
         return out if normed is None else (out, normed)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_normed: Tensor | None = None) -> Any:
-        x, weight, next_weight, h = ctx.saved_tensors
+        x, weight, next_weight, h, factors = ctx.saved_tensors
         width = x.size(-1)
         rows = x.numel() // width
         d_out, d_normed = d_out.contiguous(), None if d_normed is None else d_normed.contiguous()
         dx = torch.empty_like(x)
         d_residual = torch.empty_like(x) if ctx.kinds["ADD"] else None
         needs_weight, needs_next = ctx.needs_input_grad[1], ctx.kinds["NEXT"] and ctx.needs_input_grad[6]
-        programs = min(rows, _programs(x))
+        warps, stages = _backward_launch(x, ctx.kinds["NEXT"])
+        programs = min(rows, at_one_time(x, warps, WARPS_PER_SM))
         partial = x.new_empty(2 if needs_weight or needs_next else 0, programs, width, dtype=torch.float32)
         if x.numel():
             _backward_kernel[(programs,)](
-                x, weight, h, next_weight, d_out, d_normed, dx, d_residual, *(partial if len(partial) else (None, None)),
-                rows, width, *ctx.numbers, **ctx.kinds, WEIGHTS=len(partial) > 0,
-                num_warps=_warps(width), enable_fp_fusion=False,
+                x, weight, h, next_weight, factors, d_out, d_normed, dx, d_residual,
+                *(partial if len(partial) else (None, None)), rows, width, *ctx.scales, **ctx.kinds,
+                WEIGHTS=len(partial) > 0, STAGES=stages, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
         d_weight = partial[0].sum(0).to(weight.dtype) if needs_weight else None
         d_next_weight = partial[1].sum(0).to(next_weight.dtype) if needs_next else None
@@ -148,12 +160,13 @@ def _warps(width: int) -> int:
     return min(max(triton.next_power_of_2(width) // VALUES_PER_WARP, 1), MAX_WARPS)
 
 
-def _programs(x: Tensor) -> int:
-    """As many as a GPU runs at one time."""
-    if x.device.type != "cuda":
-        return 3  # in Triton's interpreter
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    return processors * WARPS_PER_SM // _warps(x.size(-1))
+def _backward_launch(x: Tensor, has_next: bool) -> tuple[int, int]:
+    """Warps of a program, and how many rows are on their way to it at a time."""
+    values_per_warp, stages = BACKWARD[has_next]
+    block = triton.next_power_of_2(x.size(-1))
+    read = block * x.element_size() * (4 if has_next else 2)
+    warps = min(max(block // values_per_warp, 1), 32)
+    return warps, max(1, min(stages, STAGED_BYTES // read))
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from beam_rl.megatron.kernels import covers, norm_residual, rounded, store_rounded, tl, triton
+from beam_rl.megatron.kernels import at_one_time, covers, norm_residual, rounded, store_rounded, tl, triton
 
 MAX_DIM = 256
-VALUES, WARPS = 2048, 4  # of a program
+VALUES, WARPS = 2048, 4  # of a program, which in the backward pass takes many times as many in turn
+WARPS_PER_SM, STAGES = 32, 3  # of programs in the backward pass; values on their way to each
 
 
 @triton.jit
-def _places(rows, heads, DIM: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """(token and head, each (ROWS, 1), column of the first half, which values there are) of this program's rows."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+def _places(first, rows, heads, DIM: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """(token and head, each (ROWS, 1), column of the first half, which values there are) of the rows from `first` on."""
+    row = first + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, HALF)[None, :]
     return (row // heads).to(tl.int64), row % heads, column, (row < rows) & (column < DIM // 2)
 
@@ -39,7 +40,7 @@ def _forward_kernel(
     x, weight, cos, sin, scale, out, rows, heads, token_stride, head_stride, eps,
     DIM: tl.constexpr, ROPE: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    token, head, column, inside = _places(rows, heads, DIM, ROWS, HALF)
+    token, head, column, inside = _places(tl.program_id(0) * ROWS, rows, heads, DIM, ROWS, HALF)
     here = x + token * token_stride + head * head_stride + column
     first, second = _load(here, inside), _load(here + DIM // 2, inside)
     factor = _factor(first, second, DIM, eps)
@@ -61,31 +62,38 @@ def _forward_kernel(
 def _backward_kernel(
     x, weight, cos, sin, scale, d_out, dx, d_weight, rows, heads, token_stride, head_stride, eps,
     DIM: tl.constexpr, ROPE: tl.constexpr, SCALE: tl.constexpr, WEIGHTS: tl.constexpr,
-    ROWS: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """d_weight: (programs, dim) FP32 partial sums, with WEIGHTS."""
-    token, head, column, inside = _places(rows, heads, DIM, ROWS, HALF)
-    there = (token * heads + head) * DIM + column
-    d_first, d_second = _load(d_out + there, inside), _load(d_out + there + DIM // 2, inside)
-    if ROPE:
-        c, s = _load(cos + token * DIM + column, inside), _load(sin + token * DIM + column, inside)
-        d_first, d_second = d_first * c + d_second * s, d_second * c - d_first * s
-    if SCALE:
-        by = tl.load(scale + token, mask=token * heads + head < rows, other=0.0)
-        d_first, d_second = d_first * by, d_second * by
-    here = x + token * token_stride + head * head_stride + column
-    first, second = _load(here, inside), _load(here + DIM // 2, inside)
-    factor = _factor(first, second, DIM, eps)
-    first, second = first * factor, second * factor
+    """Every so many-th group of rows a program. d_weight: (programs, dim) FP32 partial sums, with WEIGHTS."""
+    half = tl.arange(0, HALF)
+    w_first = _load(weight + half, half < DIM // 2)[None, :]
+    w_second = _load(weight + DIM // 2 + half, half < DIM // 2)[None, :]
+    total_first = tl.zeros((ROWS, HALF), tl.float32)
+    total_second = tl.zeros((ROWS, HALF), tl.float32)
+    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        token, head, column, inside = _places(start, rows, heads, DIM, ROWS, HALF)
+        there = (token * heads + head) * DIM + column
+        d_first, d_second = _load(d_out + there, inside), _load(d_out + there + DIM // 2, inside)
+        if ROPE:
+            c, s = _load(cos + token * DIM + column, inside), _load(sin + token * DIM + column, inside)
+            d_first, d_second = d_first * c + d_second * s, d_second * c - d_first * s
+        if SCALE:
+            by = tl.load(scale + token, mask=token * heads + head < rows, other=0.0)
+            d_first, d_second = d_first * by, d_second * by
+        here = x + token * token_stride + head * head_stride + column
+        first, second = _load(here, inside), _load(here + DIM // 2, inside)
+        factor = _factor(first, second, DIM, eps)
+        first, second = first * factor, second * factor
+        total_first += d_first * first
+        total_second += d_second * second
+        d_first, d_second = d_first * w_first, d_second * w_second
+        mean = ((tl.sum(d_first * first, 1) + tl.sum(d_second * second, 1)) / DIM)[:, None]
+        store_rounded(dx + there, factor * (d_first - first * mean), inside)
+        store_rounded(dx + there + DIM // 2, factor * (d_second - second * mean), inside)
     if WEIGHTS:
-        partial = d_weight + tl.program_id(0).to(tl.int64) * DIM + tl.arange(0, HALF)
-        tl.store(partial, tl.sum(d_first * first, 0), mask=tl.arange(0, HALF) < DIM // 2)
-        tl.store(partial + DIM // 2, tl.sum(d_second * second, 0), mask=tl.arange(0, HALF) < DIM // 2)
-    d_first *= _load(weight + column, column < DIM // 2)
-    d_second *= _load(weight + DIM // 2 + column, column < DIM // 2)
-    mean = ((tl.sum(d_first * first, 1) + tl.sum(d_second * second, 1)) / DIM)[:, None]
-    store_rounded(dx + there, factor * (d_first - first * mean), inside)
-    store_rounded(dx + there + DIM // 2, factor * (d_second - second * mean), inside)
+        partial = d_weight + tl.program_id(0).to(tl.int64) * DIM + half
+        tl.store(partial, tl.sum(total_first, 0), mask=half < DIM // 2)
+        tl.store(partial + DIM // 2, tl.sum(total_second, 0), mask=half < DIM // 2)
 
 
 class Fused(torch.autograd.Function):
@@ -100,12 +108,12 @@ class Fused(torch.autograd.Function):
         tokens, heads, dim = x.shape
         half = triton.next_power_of_2(dim // 2)
         rows = max(VALUES // (2 * half), 1)
-        ctx.eps, ctx.grid = eps, (triton.cdiv(tokens * heads, rows),)
+        ctx.eps, groups = eps, triton.cdiv(tokens * heads, rows)
         ctx.kinds = {"DIM": dim, "ROPE": cos is not None, "SCALE": scale is not None, "ROWS": rows, "HALF": half}
         ctx.save_for_backward(x, weight, cos, sin, scale)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if x.numel():
-            _forward_kernel[ctx.grid](
+            _forward_kernel[(groups,)](
                 x, weight, cos, sin, scale, out, tokens * heads, heads, *x.stride()[:2], eps,
                 **ctx.kinds, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
@@ -116,12 +124,13 @@ class Fused(torch.autograd.Function):
         x, weight, cos, sin, scale = ctx.saved_tensors
         tokens, heads, dim = x.shape
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        partial = x.new_empty(*ctx.grid, dim, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        programs = min(triton.cdiv(tokens * heads, ctx.kinds["ROWS"]), at_one_time(x, WARPS, WARPS_PER_SM))
+        partial = x.new_empty(programs, dim, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if x.numel():
-            _backward_kernel[ctx.grid](
+            _backward_kernel[(programs,)](
                 x, weight, cos, sin, scale, d_out.contiguous(), dx, partial,
                 tokens * heads, heads, *x.stride()[:2], ctx.eps,
-                **ctx.kinds, WEIGHTS=partial is not None, num_warps=WARPS, enable_fp_fusion=False,
+                **ctx.kinds, WEIGHTS=partial is not None, STAGES=STAGES, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
         d_weight = None if partial is None else partial.sum(0).to(weight.dtype)
         return dx, d_weight, None, None, None, None
