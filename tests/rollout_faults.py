@@ -133,6 +133,20 @@ def mxfp8_layers_get_new_locks_with_new_weights() -> bool:
     return locks[0] is not locks[1]
 
 
+def drafted_tokens_lose_their_temperature() -> bool:
+    """True if vLLM's CPU path forgets what it spreads over drafted tokens; ours does not."""
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+
+    temperatures, ends = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
+    stock = torch.full((5,), -1.0)
+    cpu_triton_utils._expand_kernel_impl(stock, temperatures, ends, 0, 1)
+    compat.repair_draft_temperatures()
+    ours = rejection_sampler.expand_batch_to_tokens(temperatures, ends, 5, 0, 1)
+    assert ours.tolist() == [0.5, 0.5, 2.0, 2.0, 2.0] and ours.dtype == temperatures.dtype
+    return not torch.equal(stock, ours)
+
+
 if __name__ == "__main__":
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
@@ -148,5 +162,6 @@ if __name__ == "__main__":
             adapters_choose_a_gpu_kernel_for_experts,
             half_a_reload_counts_with_the_next,
             mxfp8_layers_get_new_locks_with_new_weights,
+            drafted_tokens_lose_their_temperature,
         ]
         print(json.dumps({fault.__name__: fault() for fault in faults}))

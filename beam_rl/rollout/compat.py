@@ -471,3 +471,20 @@ def keep_over_reloads(cls: Any, *names: str) -> None:
         vars(self).update(kept)
 
     cls.process_weights_after_loading = process_and_keep
+
+
+def repair_draft_temperatures() -> None:
+    """Gives vLLM's CPU path another way to hand each drafted token its request's temperature.
+
+    Fault (0.32, CPU): the result is written into a copy and lost, so drafted tokens are judged at whatever temperature the
+    memory held (`utils.cpu_triton_utils._expand_kernel_impl`).
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x: Tensor, ends: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return (
+            torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
+        )
+
+    rejection_sampler.expand_batch_to_tokens = expand

@@ -25,4 +25,5 @@ def register() -> None:
     ModelRegistry.register_model(compat.ARCHITECTURE, Beam)
     compat.size_adapter_slots(slot_rank)
     compat.repair_adapter_linear()
+    compat.repair_draft_temperatures()
     compat.register_transfer_engine(TRANSFER_BACKEND, "beam_rl.rollout.sync.vllm_receiver", "WeightReceiver")
