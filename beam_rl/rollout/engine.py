@@ -467,6 +467,8 @@ class Engine:
             self.prompt_tokens += len(output.prompt_token_ids)
             self.cached_prompt_tokens += output.num_cached_tokens or 0
         routes = await self._routes_of([(internal_id, output) for _, internal_id, output in ended])
+        if self.settings.speculative is not None:  # the last step may have gone beyond the response's end
+            routes = [_of_tokens(rows, output) for rows, (_, _, output) in zip(routes, ended, strict=True)]
         return [
             make_completion(request, output.outputs[0], rows, self.version, self.settings.routing_replay)
             for (request, _, output), rows in zip(ended, routes, strict=True)
@@ -561,6 +563,11 @@ def make_completion(
         [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32
     )
     return Completion(request.id, tokens, logp, routes, output.finish_reason, version)
+
+
+def _of_tokens(routes: Routes | None, output: Any) -> Routes | None:
+    """The rows of all tokens but the last one."""
+    return None if routes is None else routes[: len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1]
 
 
 async def _wait(request: Request, collector: Any, done: asyncio.Queue) -> None:
