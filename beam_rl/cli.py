@@ -147,6 +147,22 @@ def parity(
 
 
 @app.command(cls=Command)
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The run's folder; several are compared.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page.", show_default="RUN/report.html, of several: compare.html in the first")
+    ] = None,
+) -> None:
+    """Write one HTML page: curves with intervals, parity, where the time went, samples. It asks nothing of the network.
+
+    A run writes its own page too, at each evaluation and checkpoint.
+    """
+    from beam_rl.report.page import write_page
+
+    typer.echo(f"written to {write_page(runs, out)}")
+
+
+@app.command(cls=Command)
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="runs/<name>/checkpoints/step_N, or runs/<name> for the last.")
