@@ -49,6 +49,7 @@ def line_chart(
     log: bool = False,
     bound: float | None = None,
     zero: bool = False,
+    most: float = math.inf,
     note: str = "",
 ) -> str:
     """Lines over steps with the bands of their intervals; nothing where no line has a point.
@@ -57,11 +58,12 @@ def line_chart(
         log: a logarithmic axis; values of 0 stand at its lower end.
         bound: a horizontal line at what must not be exceeded.
         zero: the axis starts at 0.
+        most: the axis ends there, at the latest.
     """
     lines = [replace(line, series=thinned(line.series, MOST_POINTS)) for line in lines if line.series]
     if not lines:
         return ""
-    axis = _axis(lines, label, log, bound, zero)
+    axis = _axis(lines, label, log, bound, zero, most)
     first = min(line.series.steps[0] for line in lines)
     last = max(line.series.steps[-1] for line in lines)
     span = (last - first) or 1.0
@@ -92,7 +94,9 @@ def line_chart(
     )
 
 
-def bar_chart(title: str, bars: Sequence[tuple[str, Sequence[float]]], parts: Sequence[tuple[str, int]], label: Format) -> str:
+def bar_chart(
+    title: str, bars: Sequence[tuple[str, Sequence[float]]], parts: Sequence[tuple[str, int]], label: Format
+) -> str:
     """Stacked bars.
 
     Args:
@@ -111,14 +115,20 @@ def bar_chart(title: str, bars: Sequence[tuple[str, Sequence[float]]], parts: Se
             if height > 0:
                 y, h = (1 - (base + height) / top) * SIDE, height / top * SIDE
                 left = i * width + gap / 2
-                shapes.append(f'<rect class="c{color}" x="{left:.1f}" y="{y:.1f}" width="{width - gap:.1f}" height="{h:.1f}"/>')
+                shapes.append(
+                    f'<rect class="c{color}" x="{left:.1f}" y="{y:.1f}" width="{width - gap:.1f}" height="{h:.1f}"/>'
+                )
             base += height
     shown = [i for i in range(len(bars)) if i % max(1, -(-len(bars) // 6)) == 0]
     readout = {
         "at": [round((i + 0.5) / len(bars), 4) for i in range(len(bars))],
         "names": [name for name, _ in bars],
         "lines": [
-            {"name": name, "class": f"c{color}", "values": [label(heights[p]) if heights[p] else "" for _, heights in bars]}
+            {
+                "name": name,
+                "class": f"c{color}",
+                "values": [label(heights[p]) if heights[p] else "" for _, heights in bars],
+            }
             for p, (name, color) in enumerate(parts)
         ],
     }
@@ -149,14 +159,14 @@ def figure(
     return (
         f"<figure><figcaption><h3>{html.escape(title)}</h3>"
         f"{f'<p>{html.escape(note)}</p>' if note else ''}"
-        f'{f"<div class=legend>{keys}</div>" if keys else ""}</figcaption>'
+        f"{f'<div class=legend>{keys}</div>' if keys else ''}</figcaption>"
         f'<div class="plot" data-readout="{data}">'
         f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" role="img" aria-label="{html.escape(title)}">'
         f"{shapes}</svg>{ys}{xs}</div></figure>"
     )
 
 
-def _axis(lines: Sequence[Line], label: Format, log: bool, bound: float | None, zero: bool) -> Axis:
+def _axis(lines: Sequence[Line], label: Format, log: bool, bound: float | None, zero: bool, most: float) -> Axis:
     values = [v for line in lines for column in (line.series.values, line.series.low, line.series.high) for v in column]
     values = [v for v in values if not math.isnan(v)] + ([] if bound is None else [bound])
     if log:
@@ -168,7 +178,7 @@ def _axis(lines: Sequence[Line], label: Format, log: bool, bound: float | None, 
     if zero:
         low = min(0.0, low)
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    low, high = (low if zero and low == 0 else low - room), high + room
+    low, high = (low if zero and low == 0 else low - room), min(high + room, max(high, most))
     return Axis(low, high, ticks(low, high), label)
 
 

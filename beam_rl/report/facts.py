@@ -13,18 +13,6 @@ from beam_rl.run import Json, flat
 
 LAST = 10  # steps that a figure at the end is averaged over
 MOST_EVALUATIONS = 12  # rows of the table
-PART_NAMES = {
-    "generate": "generate",
-    "verify": "verify",
-    "score": "score",
-    "update": "update",
-    "sync": "sync",
-    "hold": "wait for engines",
-    "turn": "hand GPUs over",
-    "eval": "evaluate",
-    "other": "other",
-    "save": "save",
-}
 
 
 @dataclass(frozen=True)
@@ -112,7 +100,7 @@ def tiles(run: History) -> list[Tile]:
         bound = parity_bound(run)
         note = f"largest mean of any step{f'; bound {bound:g}' if bound else ''}"
         shown.append(Tile("|Δ log p|", f"{max(gap):.1e}", note))
-    shown += _last_mean("step", [row for row in rows if row["step"] > 0], "time/step_s", format_seconds)
+    shown += _last_mean("step", run.trained, "time/step_s", format_seconds)
     shown += _last_mean("sampling", rows, "rollout/tokens_per_s", lambda v: f"{v:,.0f} tokens/s")
     for name, key in (("GPU memory", "memory/gpu_peak_bytes"), ("host memory", "memory/host_peak_bytes")):
         peak = max(series(rows, key).values, default=0.0)
@@ -125,7 +113,7 @@ def tiles(run: History) -> list[Tile]:
 
 def idle_sentence(run: History) -> str:
     """How much of the time the trainer had nothing to do."""
-    timed = [row for row in run.rows if row["step"] > 0 and "time/idle_s" in row and "time/step_s" in row]
+    timed = [row for row in run.trained if "time/idle_s" in row and "time/step_s" in row]
     whole = sum(row["time/step_s"] for row in timed)
     if not whole:
         return ""
@@ -165,7 +153,7 @@ def comparison(runs: Sequence[History]) -> list[list[str]]:
         ("host memory, peak", "memory/host_peak_bytes", lambda v: format_bytes(max(v))),
     ]
     for title, key, text in figures:
-        columns = [series([row for row in run.rows if row["step"] > 0], key).values for run in runs]
+        columns = [series(run.trained, key).values for run in runs]
         if any(columns):
             table.append([title, *(text(values) if values else "–" for values in columns)])
     return table

@@ -38,6 +38,11 @@ class History:
     def step(self) -> int:
         return int(self.rows[-1]["step"]) if self.rows else 0
 
+    @property
+    def trained(self) -> list[Json]:
+        """The steps without step 0, in which nothing is trained."""
+        return [row for row in self.rows if row["step"] > 0]
+
     def key(self, dotted: str) -> Any:
         """The recipe's value, None where the recipe does not have it."""
         value: Any = self.recipe

@@ -7,21 +7,36 @@ and people: all of it is escaped, and the page's own policy lets a browser load 
 import base64
 import hashlib
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from beam_rl.errors import InputError
 from beam_rl.report import facts
-from beam_rl.report.charts import Line, bar_chart, line_chart
+from beam_rl.report.charts import Format, Line, bar_chart, line_chart
 from beam_rl.report.history import History, read_history
 from beam_rl.report.metric_names import format_bytes, format_seconds, metric
 from beam_rl.report.samples_view import samples_section
-from beam_rl.report.series import TIME_PARTS, Series, eval_tasks, series, time_bars
+from beam_rl.report.series import TIME_PARTS, eval_tasks, series, time_bars
 from beam_rl.run import write_file
 
+PAGE, COMPARISON = "report.html", "compare.html"
 BARS = 80
 PALETTE = 8
+LEAST_SHARE = 0.005  # of the time, for a part to be drawn
+PART_COLORS = {
+    "generate": 1,
+    "verify": 7,
+    "score": 3,
+    "update": 4,
+    "sync": 5,
+    "hand over": 6,
+    "evaluate": 2,
+    "other": 9,
+    "save": 8,
+}
 STYLE, SCRIPT = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
 escape = html.escape
 
@@ -35,7 +50,7 @@ def write_page(folders: Sequence[Path], out: Path | None = None, ended: bool = F
         InputError: a folder that holds no run, or a page that can't be written.
     """
     histories = [read_history(folder, ended) for folder in folders]
-    target = out or folders[0] / ("report.html" if len(folders) == 1 else "compare.html")
+    target = out or folders[0] / (PAGE if len(folders) == 1 else COMPARISON)
     try:
         write_file(target, page(histories))
     except OSError as error:
@@ -79,7 +94,9 @@ def run_sections(run: History) -> list[str]:
 def comparison_sections(runs: Sequence[History]) -> list[str]:
     table = _table(["", *(run.name for run in runs)], facts.comparison(runs), swatches=True)
     differing = facts.differing_keys(runs)
-    keys = _table(["recipe key", *(run.name for run in runs)], differing) if differing else "<p>The recipes are alike.</p>"
+    keys = (
+        _table(["recipe key", *(run.name for run in runs)], differing) if differing else "<p>The recipes are alike.</p>"
+    )
     gaps = [f"{run.name}: {gap}" for run in runs for gap in run.gaps]
     return [
         f"<header><h1>{escape(' · '.join(run.name for run in runs))}</h1>{_gaps(gaps)}</header>",
@@ -142,31 +159,31 @@ def _learning(runs: Sequence[History]) -> list[str]:
         wanted = [(f"eval/{task}/avg@{k}", f"avg@{k}", ends), (f"eval/{task}/pass@{k}", f"pass@{k}", {})]
         lines = _lines(runs, wanted)
         note = "band: 95 % interval of avg@k over prompts" if _has_band(lines) else ""
-        charts.append(line_chart(f"Evaluation: {task}", lines, percent, note=note))
+        charts.append(line_chart(f"Evaluation: {task}", lines, percent, note=note, most=1.0))
     return charts
 
 
 def _agreement(runs: Sequence[History]) -> list[str]:
-    gap = [("parity/abs_logprob_diff_mean", "mean", {}), ("parity/abs_logprob_diff_max", "max", {})]
+    gap: Wanted = [("parity/abs_logprob_diff_mean", "mean", {}), ("parity/abs_logprob_diff_max", "max", {})]
     bounds = {bound for run in runs if (bound := facts.parity_bound(run)) is not None}
     bound = bounds.pop() if len(bounds) == 1 else None
     title = "|Δ log p| between trainer and engine, nats"
-    agreement = [("replay/route_agreement", "agreement", {})]
+    agreement: Wanted = [("replay/route_agreement", "agreement", {})]
     return [
         line_chart(title, _lines(runs, gap), scientific, log=True, bound=bound),
         _chart("Mismatch KL, nats", runs, [("parity/mismatch_kl", "KL", {})], scientific, log=True),
-        _chart("Replayed expert sets the trainer would choose too", runs, agreement, percent),
+        _chart("Replayed expert sets the trainer would choose too", runs, agreement, percent, most=1.0),
         _chart("Versions that samples are behind", runs, [("rollout/staleness", "staleness", {})], number, zero=True),
     ]
 
 
 def _throughput(runs: Sequence[History]) -> list[str]:
-    memory = [("memory/gpu_peak_bytes", "GPU", {}), ("memory/host_peak_bytes", "host", {})]
-    nvme = [("nvme/read_bytes", "read", {}), ("nvme/write_bytes", "written", {})]
+    memory: Wanted = [("memory/gpu_peak_bytes", "GPU", {}), ("memory/host_peak_bytes", "host", {})]
+    nvme: Wanted = [("nvme/read_bytes", "read", {}), ("nvme/write_bytes", "written", {})]
     return [
         _chart("Tokens sampled a second", runs, [("rollout/tokens_per_s", "tokens/s", {})], number, zero=True),
         _chart("Tokens sampled a step", runs, [("rollout/tokens", "tokens", {})], number, zero=True),
-        _chart("Seconds a step", runs, [("time/step_s", "step", {})], format_seconds, zero=True),
+        _chart("Seconds a step", runs, [("time/step_s", "step", {})], seconds, zero=True),
         _chart("Peak memory of a trainer rank", runs, memory, format_bytes, zero=True),
         _chart("NVMe traffic a step", runs, nvme, format_bytes, zero=True),
     ]
@@ -183,10 +200,10 @@ def _optimization(runs: Sequence[History]) -> list[str]:
 Wanted = Sequence[tuple[str, str, dict[str, str]]]  # a metric, its name in the legend, where its interval is
 
 
-def _chart(
-    title: str, runs: Sequence[History], wanted: Wanted, label: Callable[[float], str], log: bool = False, zero: bool = False
-) -> str:
-    return line_chart(title, _lines(runs, wanted), label, log=log, zero=zero)
+def _chart(title: str, runs: Sequence[History], wanted: Wanted, label: Format, **axis: Any) -> str:
+    """A line chart; nothing where all there is to draw is 0."""
+    lines = _lines(runs, wanted)
+    return line_chart(title, lines, label, **axis) if any(v for line in lines for v in line.series.values) else ""
 
 
 def _lines(runs: Sequence[History], wanted: Wanted) -> list[Line]:
@@ -195,15 +212,12 @@ def _lines(runs: Sequence[History], wanted: Wanted) -> list[Line]:
     for r, run in enumerate(runs):
         for m, (name, title, ends) in enumerate(wanted):
             metric(name)  # a chart of a name that isn't listed would stay empty for ever
-            drawn = series(run.rows, name, title, **ends)
+            rows = run.rows if name.startswith("eval/") else run.trained
+            drawn = series(rows, name, title, **ends)
             if len(runs) > 1:
-                drawn = _named(drawn, f"{run.name} {title}" if len(wanted) > 1 else run.name)
-            lines.append(Line(drawn, color(r if len(runs) > 1 else m), dashed=m > 0))
+                drawn = replace(drawn, name=f"{run.name} {title}" if len(wanted) > 1 else run.name)
+            lines.append(Line(drawn, color(r if len(runs) > 1 else m), dashed=m > 0 and len(runs) > 1))
     return lines
-
-
-def _named(s: Series, name: str) -> Series:
-    return Series(name, s.steps, s.values, s.low, s.high)
 
 
 def _has_band(lines: Sequence[Line]) -> bool:
@@ -212,16 +226,14 @@ def _has_band(lines: Sequence[Line]) -> bool:
 
 def _time(run: History) -> str:
     bars = time_bars(run.rows, BARS)
-    totals = [sum(parts[name] for _, _, parts in bars) for name in TIME_PARTS]
-    whole = sum(totals)
+    totals = {name: sum(parts[name] for _, _, parts in bars) for name in TIME_PARTS}
+    whole = sum(totals.values())
     if not whole:
         return ""
-    shown = [i for i, total in enumerate(totals) if total / whole > 0.0005]
-    parts = [(f"{facts.PART_NAMES[TIME_PARTS[i]]} {totals[i] / whole:.0%}", color(i)) for i in shown]
-    named = [
-        (f"{a}" if a == b else f"{a}–{b}", [means[TIME_PARTS[i]] for i in shown]) for a, b, means in bars
-    ]
-    chart = bar_chart("Seconds of each step, by part", named, parts, format_seconds)
+    shown = [name for name, total in totals.items() if total / whole > LEAST_SHARE]
+    parts = [(f"{name} {totals[name] / whole:.0%}", PART_COLORS[name]) for name in shown]
+    named = [(f"{a}" if a == b else f"{a}–{b}", [means[name] for name in shown]) for a, b, means in bars]
+    chart = bar_chart("Seconds of each step, by part", named, parts, seconds)
     return f"{chart}<p class=note>{escape(facts.idle_sentence(run))}</p>"
 
 
@@ -233,11 +245,18 @@ def _evaluations_table(run: History) -> str:
 def _recipe(run: History) -> str:
     if not run.recipe:
         return ""
-    return _section("Recipe", f"<details><summary>every key as it was resolved</summary><pre>{escape(facts.as_yaml(run))}</pre></details>")
+    return _section(
+        "Recipe",
+        f"<details><summary>every key as it was resolved</summary><pre>{escape(facts.as_yaml(run))}</pre></details>",
+    )
 
 
 def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    return format_seconds(value) if value >= 100 else f"{value:.3g} s"
 
 
 def percent(value: float) -> str:
@@ -246,4 +265,3 @@ def percent(value: float) -> str:
 
 def scientific(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}".replace(".0e", "e")
-

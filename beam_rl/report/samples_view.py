@@ -7,7 +7,8 @@ from beam_rl.report.history import History, evenly
 from beam_rl.report.series import mean
 from beam_rl.run import Json
 
-PROMPTS = 8  # rows
+PROMPTS = 8  # rows of held-out prompts
+SAMPLES = 4  # rows of what was trained on
 STEPS = 4  # columns
 LONG = 280  # characters; a longer text is folded
 MOST = 6000  # characters of a text that the page holds
@@ -19,11 +20,10 @@ def samples_section(run: History) -> str:
     parts = []
     held_out = _by_prompt(run.evaluations)
     if held_out:
-        parts += ["<h3>The same held-out prompts, at each evaluation</h3>", _table(held_out, run.evaluations)]
-    trained = _by_prompt(run.samples)
-    again = {row: found for row, found in trained.items() if len(found) > 1}
+        parts += ["<h3>The same held-out prompts, at each evaluation</h3>", _over_steps(held_out, run.evaluations)]
+    again = {row: found for row, found in _by_prompt(run.samples).items() if len(found) > 1}
     if again:
-        parts += ["<h3>Prompts that came again in training</h3>", _table(again, run.samples)]
+        parts += ["<h3>Prompts that came again in training</h3>", _over_steps(again, run.samples)]
     if run.samples:
         parts += ["<h3>Samples that were trained on</h3>", _columns(run.samples)]
     return f"<section><h2>Samples</h2>{''.join(parts)}</section>" if parts else ""
@@ -39,30 +39,31 @@ def _by_prompt(steps: Mapping[int, Sequence[Json]]) -> dict[int, dict[int, Json]
     return found
 
 
-def _table(prompts: Mapping[int, Mapping[int, Json]], steps: Mapping[int, object]) -> str:
+def _over_steps(prompts: Mapping[int, Mapping[int, Json]], steps: Mapping[int, object]) -> str:
+    """A row a prompt, a column a step."""
     columns = evenly(sorted(steps), STEPS)
-    head = "".join(f"<th>step {step:,}</th>" for step in columns)
     body = []
     for found in list(prompts.values())[:PROMPTS]:
-        some = next(iter(found.values()))
         cells = "".join(f"<td>{_response(found[step]) if step in found else ''}</td>" for step in columns)
-        body.append(f"<tr><th>{_prompt(some)}</th>{cells}</tr>")
-    return (
-        f'<div class=scroll><table class=samples><thead><tr><th>prompt</th>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
+        body.append(f"<tr><th>{_prompt(next(iter(found.values())))}</th>{cells}</tr>")
+    return _framed(["prompt", *(f"step {step:,}" for step in columns)], body)
 
 
 def _columns(steps: Mapping[int, Sequence[Json]]) -> str:
     """A column a step, its samples one below the other."""
     columns = evenly(sorted(steps), STEPS)
-    head = "".join(f"<th>step {step:,}</th>" for step in columns)
-    depth = min(PROMPTS // 2, max(len(steps[step]) for step in columns))
-    rows = []
-    for i in range(depth):
-        shown = (steps[step][i] if i < len(steps[step]) else None for step in columns)
-        rows.append(f"<tr>{''.join(f'<td>{_prompt(row) + _response(row) if row else str()}</td>' for row in shown)}</tr>")
-    return f"<div class=scroll><table class=samples><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    body = []
+    for i in range(min(SAMPLES, max(len(steps[step]) for step in columns))):
+        shown = [steps[step][i] if i < len(steps[step]) else None for step in columns]
+        cells = "".join(f"<td>{_prompt(row) + _response(row) if row else ''}</td>" for row in shown)
+        body.append(f"<tr>{cells}</tr>")
+    return _framed([f"step {step:,}" for step in columns], body)
+
+
+def _framed(head: Sequence[str], body: Sequence[str]) -> str:
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    table = f"<table class=samples><thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return f"<div class=scroll>{table}</div>"
 
 
 def _prompt(row: Json) -> str:
@@ -75,13 +76,16 @@ def _response(row: Json) -> str:
 
 
 def _verdict(row: Json) -> str:
-    score, scores = row.get("score"), row.get("scores")
-    if score is None and scores:
-        score = scores[0]
-    style, word = {1: ("right", "✓ right"), 0: ("wrong", "✗ wrong")}.get(score, ("partly", f"score {score}"))
+    scores = row.get("scores") or []
+    score = row.get("score", scores[0] if scores else None)
+    style, word = "partly", f"score {score}"
+    if score in (0, 1):
+        style, word = ("right", "✓ right") if score else ("wrong", "✗ wrong")
     notes = []
-    if scores:
-        notes.append(f"{sum(s == 1 for s in scores)} of {len(scores)} right" if _whole(scores) else f"mean {mean(scores):.3g}")
+    if scores and all(s in (0, 1) for s in scores):
+        notes.append(f"{sum(scores):.0f} of {len(scores)} right")
+    elif scores:
+        notes.append(f"mean {mean(scores):.3g}")
     if row.get("reward") is not None and row["reward"] != score:
         notes.append(f"reward {row['reward']:.3g}")
     if row.get("advantage"):
@@ -91,13 +95,9 @@ def _verdict(row: Json) -> str:
     return f'<span class="{style}">{escape(word)}</span> <small>{escape(" · ".join(notes))}</small>'
 
 
-def _whole(scores: Sequence[float]) -> bool:
-    return all(score in (0, 1) for score in scores)
-
-
 def _text(value: object) -> str:
     """Escaped; a long one is folded, a very long one is cut."""
-    text = str(value if value is not None else "–")
+    text = "–" if value is None else str(value)
     rest = len(text) - MOST
     if rest > 0:
         text = f"{text[:MOST]} … and {rest:,} characters more"

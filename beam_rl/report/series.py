@@ -8,8 +8,19 @@ Rows = Sequence[Mapping[str, float]]
 Z95 = 1.96  # standard errors to each side of a mean
 NAN = math.nan
 
-# The parts of a step that follow each other in the loop, `other` being the rest of it, and what stands between two steps.
-TIME_PARTS = ("generate", "verify", "score", "update", "sync", "hold", "turn", "eval", "other", "save")
+# The parts of a step that follow each other in the loop and the metrics that they are made of; `other` is the step's
+# rest, and `save` stands between two steps.
+TIME_PARTS = {
+    "generate": ("time/generate_s",),
+    "verify": ("time/verify_s",),
+    "score": ("time/score_s",),
+    "update": ("time/update_s",),
+    "sync": ("time/sync_s",),
+    "hand over": ("time/hold_s", "time/turn_s"),
+    "evaluate": ("time/eval_s",),
+    "other": (),
+    "save": ("time/save_s",),
+}
 
 
 @dataclass(frozen=True)
@@ -45,11 +56,12 @@ def series(rows: Rows, metric: str, name: str = "", low: str = "", high: str = "
     found = [row for row in rows if _number(row.get(metric))]
     steps, values = [float(row["step"]) for row in found], [float(row[metric]) for row in found]
     half = [Z95 * row[error] if _number(row.get(error)) else NAN for row in found]
-    ends = [
-        [float(row[key]) if _number(row.get(key)) else value + sign * h for row, value, h in zip(found, values, half)]
-        for key, sign in ((low, -1), (high, 1))
-    ]
-    return Series(name or metric, steps, values, *ends)
+
+    def ends(key: str, sign: int) -> list[float]:
+        given = [float(row[key]) if _number(row.get(key)) else NAN for row in found]
+        return [v + sign * h if math.isnan(g) else g for g, v, h in zip(given, values, half, strict=True)]
+
+    return Series(name or metric, steps, values, ends(low, -1), ends(high, 1))
 
 
 def thinned(line: Series, most: int) -> Series:
@@ -75,11 +87,9 @@ def mean(values: Sequence[float]) -> float:
 
 def time_parts(row: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a step by TIME_PARTS; their sum is the step's time and what saving took before it."""
-    parts = {name: float(row.get(f"time/{name}_s", 0.0)) for name in TIME_PARTS if name != "other"}
+    parts = {name: sum(float(row.get(key, 0.0)) for key in keys) for name, keys in TIME_PARTS.items()}
     inside = sum(parts.values()) - parts["save"]
-    return {name: parts.get(name, 0.0) for name in TIME_PARTS} | {
-        "other": max(0.0, float(row.get("time/step_s", inside)) - inside)
-    }
+    return parts | {"other": max(0.0, float(row.get("time/step_s", inside)) - inside)}
 
 
 def time_bars(rows: Rows, most: int) -> list[tuple[int, int, dict[str, float]]]:
