@@ -6,7 +6,7 @@ by a kill, still gives a report. Writes nothing; computes and draws nothing.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ Standing = Literal["training", "done", "stopped"]
 @dataclass(frozen=True)
 class History:
     folder: Path
+    name: str
     recipe: Json  # as recipe.yaml holds it; {} where there is none
     rows: list[Json]  # metrics.jsonl, by step
     standing: Standing
@@ -29,10 +30,6 @@ class History:
     evaluations: dict[int, list[Json]] = field(default_factory=dict)  # step → held-out prompts with their scores
     checkpoint: str | None = None  # the last complete one
     gaps: list[str] = field(default_factory=list)  # what is missing or broken, a sentence each
-
-    @property
-    def name(self) -> str:
-        return str(self.recipe.get("name") or self.folder.resolve().name)
 
     @property
     def step(self) -> int:
@@ -75,7 +72,17 @@ def read_history(folder: Path, ended: bool = False) -> History:
     done = bool(rows) and wanted is not None and rows[-1]["step"] >= wanted
     standing: Standing = "done" if done else "training" if in_use(folder) and not ended else "stopped"
     last = str(saved[-1].path) if saved else None
-    return History(folder, recipe, rows, standing, samples, evaluations, last, gaps)
+    name = str(recipe.get("name") or folder.resolve().name)
+    return History(folder, name, recipe, rows, standing, samples, evaluations, last, gaps)
+
+
+def told_apart(runs: Sequence[History]) -> list[History]:
+    """The same with names of their own: their folders', where their recipes' are alike."""
+    for name in (lambda run: run.name, lambda run: run.folder.resolve().name, lambda run: str(run.folder)):
+        names = [name(run) for run in runs]
+        if len(set(names)) == len(runs):
+            break
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def evenly(steps: Sequence[int], count: int) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 from beam_rl.errors import InputError
 from beam_rl.report import facts
 from beam_rl.report.charts import Format, Line, bar_chart, line_chart
-from beam_rl.report.history import History, read_history
+from beam_rl.report.history import History, read_history, told_apart
 from beam_rl.report.metric_names import format_bytes, format_seconds, metric
 from beam_rl.report.samples_view import samples_section
 from beam_rl.report.series import TIME_PARTS, eval_tasks, series, time_bars
@@ -49,7 +49,7 @@ def write_page(folders: Sequence[Path], out: Path | None = None, ended: bool = F
     Raises:
         InputError: a folder that holds no run, or a page that can't be written.
     """
-    histories = [read_history(folder, ended) for folder in folders]
+    histories = told_apart([read_history(folder, ended) for folder in folders])
     target = out or folders[0] / (PAGE if len(folders) == 1 else COMPARISON)
     try:
         write_file(target, page(histories))
@@ -183,7 +183,7 @@ def _throughput(runs: Sequence[History]) -> list[str]:
     return [
         _chart("Tokens sampled a second", runs, [("rollout/tokens_per_s", "tokens/s", {})], number, zero=True),
         _chart("Tokens sampled a step", runs, [("rollout/tokens", "tokens", {})], number, zero=True),
-        _chart("Seconds a step", runs, [("time/step_s", "step", {})], seconds, zero=True),
+        _chart("Seconds a step", runs, [("time/step_s", "step", {})], seconds, zero=True) if len(runs) > 1 else "",
         _chart("Peak memory of a trainer rank", runs, memory, format_bytes, zero=True),
         _chart("NVMe traffic a step", runs, nvme, format_bytes, zero=True),
     ]
@@ -203,12 +203,18 @@ Wanted = Sequence[tuple[str, str, dict[str, str]]]  # a metric, its name in the 
 def _chart(title: str, runs: Sequence[History], wanted: Wanted, label: Format, **axis: Any) -> str:
     """A line chart; nothing where all there is to draw is 0."""
     lines = _lines(runs, wanted)
-    return line_chart(title, lines, label, **axis) if any(v for line in lines for v in line.series.values) else ""
+    if not any(value for line in lines for value in line.series.values):
+        return ""
+    there = [name for key, name, _ in wanted if _has(runs, key)]
+    if len(wanted) > len(there) == 1:
+        title = f"{title}: {there[0]}"
+    return line_chart(title, lines, label, **axis)
 
 
 def _lines(runs: Sequence[History], wanted: Wanted) -> list[Line]:
     """A line a metric; of several runs the colour tells the run, and metrics after the first are dashed."""
     lines = []
+    wanted = [entry for entry in wanted if _has(runs, entry[0])]
     for r, run in enumerate(runs):
         for m, (name, title, ends) in enumerate(wanted):
             metric(name)  # a chart of a name that isn't listed would stay empty for ever
@@ -218,6 +224,10 @@ def _lines(runs: Sequence[History], wanted: Wanted) -> list[Line]:
                 drawn = replace(drawn, name=f"{run.name} {title}" if len(wanted) > 1 else run.name)
             lines.append(Line(drawn, color(r if len(runs) > 1 else m), dashed=m > 0 and len(runs) > 1))
     return lines
+
+
+def _has(runs: Sequence[History], key: str) -> bool:
+    return any(key in row for run in runs for row in run.rows)
 
 
 def _has_band(lines: Sequence[Line]) -> bool:
