@@ -20,7 +20,8 @@ SHORT = [
     f"trainer.steps={STEPS}",
     f"eval.every={STEPS}",
     f"checkpoint.every={STEPS}",
-    "data.eval.limit=32",
+    "rollout.prompts_per_step=8",
+    "data.eval.limit=16",
     "logging.wandb=disabled",
     "logging.samples_per_step=1000",
 ]
@@ -60,9 +61,9 @@ def test_the_job_ends_like_the_local_run(ends: dict[str, Any]) -> None:
     assert [line.keys() for line in job] == [line.keys() for line in local]
     for step in range(1, STEPS + 1):
         texts = [{(row["row"], row["text"]) for row in runs.samples(ends[run], step)} for run in ("local", "job")]
-        assert len(texts[0] & texts[1]) >= 0.98 * len(texts[0]), f"step {step}"  # engines batch otherwise: last bits
+        assert len(texts[0] & texts[1]) >= 0.95 * len(texts[0]), f"step {step}"  # engines batch otherwise: last bits
         assert job[step]["parity/abs_logprob_diff_mean"] < 1e-5
-    assert job[-1]["eval/toy/avg@8"] == pytest.approx(local[-1]["eval/toy/avg@8"], abs=0.03)
+    assert job[-1]["eval/toy/avg@8"] == pytest.approx(local[-1]["eval/toy/avg@8"], abs=0.05)
     assert {path.name for path in (ends["job"] / "checkpoints").iterdir()} == {f"step_{STEPS}"}
 
 
