@@ -34,10 +34,15 @@ def main(out: str, kill_after: str, *overrides: str) -> None:
                 cluster.add_node(wait=False, num_cpus=1, node_ip_address=f"127.0.0.{i}", **SMALL_NODE) for i in (2, 3)
             ]
             cluster.wait_for_nodes()
+            # As `ray start` writes it: a job's driver must not find another Ray of this machine.
+            Path(temp, "ray_current_cluster").write_text(cluster.address)
             job = submit(port, Path(out), overrides)
-            runs.wait_for_step(Path(out), int(kill_after), job)
-            cluster.remove_node(nodes[1], allow_graceful=False)
-            printed, complaints = job.communicate(timeout=300)
+            try:
+                runs.wait_for_step(Path(out), int(kill_after), job)
+                cluster.remove_node(nodes[1], allow_graceful=False)
+                printed, complaints = job.communicate(timeout=300)
+            finally:
+                job.kill()
             print(json.dumps({"code": job.returncode, "printed": printed, "complaints": complaints}))
         finally:
             ray.shutdown()

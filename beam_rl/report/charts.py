@@ -95,13 +95,13 @@ def line_chart(
 
 
 def bar_chart(
-    title: str, bars: Sequence[tuple[str, Sequence[float]]], parts: Sequence[tuple[str, int]], label: Format
+    title: str, bars: Sequence[tuple[str, Sequence[float]]], parts: Sequence[tuple[str, int, str]], label: Format
 ) -> str:
     """Stacked bars.
 
     Args:
         bars: a bar's name and the height of each part.
-        parts: each part's name and colour.
+        parts: each part's name, colour, and what the legend says of it.
     """
     top = max((sum(heights) for _, heights in bars), default=0.0)
     if not top:
@@ -111,7 +111,7 @@ def bar_chart(
     shapes = [f'<path class="grid" d="M0 {(1 - tick / top) * SIDE:.1f}H{SIDE}"/>' for tick in marks]
     for i, (_, heights) in enumerate(bars):
         base = 0.0
-        for (_, color), height in zip(parts, heights, strict=True):
+        for (_, color, _), height in zip(parts, heights, strict=True):
             if height > 0:
                 y, h = (1 - (base + height) / top) * SIDE, height / top * SIDE
                 left = i * width + gap / 2
@@ -122,14 +122,14 @@ def bar_chart(
     shown = [i for i in range(len(bars)) if i % max(1, -(-len(bars) // 6)) == 0]
     readout = {
         "at": [round((i + 0.5) / len(bars), 4) for i in range(len(bars))],
-        "names": [name for name, _ in bars],
+        "names": [f"step {name}" for name, _ in bars],
         "lines": [
             {
                 "name": name,
                 "class": f"c{color}",
                 "values": [label(heights[p]) if heights[p] else "" for _, heights in bars],
             }
-            for p, (name, color) in enumerate(parts)
+            for p, (name, color, _) in enumerate(parts)
         ],
     }
     return figure(
@@ -137,7 +137,7 @@ def bar_chart(
         "".join(shapes),
         y_labels=[(tick / top, label(tick)) for tick in marks],
         x_labels=[((i + 0.5) / len(bars), bars[i][0]) for i in shown],
-        legend=[(name, f"c{color}") for name, color in parts],
+        legend=[(f"{name} {said}", f"c{color}") for name, color, said in parts],
         readout=readout,
     )
 

@@ -101,7 +101,7 @@ def tiles(run: History) -> list[Tile]:
         note = f"largest mean of any step{f'; bound {bound:g}' if bound else ''}"
         shown.append(Tile("|Δ log p|", f"{max(gap):.1e}", note))
     shown += _last_mean("step", run.trained, "time/step_s", format_seconds)
-    shown += _last_mean("sampling", rows, "rollout/tokens_per_s", lambda v: f"{v:,.0f} tokens/s")
+    shown += _last_mean("tokens/s sampled", rows, "rollout/tokens_per_s", lambda v: f"{v:,.0f}")
     for name, key in (("GPU memory", "memory/gpu_peak_bytes"), ("host memory", "memory/host_peak_bytes")):
         peak = max(series(rows, key).values, default=0.0)
         if peak:

@@ -241,7 +241,7 @@ def _time(run: History) -> str:
     if not whole:
         return ""
     shown = [name for name, total in totals.items() if total / whole > LEAST_SHARE]
-    parts = [(f"{name} {totals[name] / whole:.0%}", PART_COLORS[name]) for name in shown]
+    parts = [(name, PART_COLORS[name], f"{totals[name] / whole:.0%}") for name in shown]
     named = [(f"{a}" if a == b else f"{a}–{b}", [means[name] for name in shown]) for a, b, means in bars]
     chart = bar_chart("Seconds of each step, by part", named, parts, seconds)
     return f"{chart}<p class=note>{escape(facts.idle_sentence(run))}</p>"
@@ -270,7 +270,7 @@ def seconds(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
+    return f"{100 * value:.3g}%"
 
 
 def scientific(value: float) -> str:
