@@ -135,6 +135,8 @@ class Loop:
         )
         batch = build(rollout.groups, self.recipe, self.inputs.num_experts)
         step.log(rollout_metrics(rollout, batch, step.number) | self.engine_metrics())
+        if self.recipe.rollout.speculative is not None:
+            step.log(draft_metrics(*self.engines.take_drafts(), step.number))
         with step.phase("handing the GPUs over", "turn"):
             self.turns.to_trainer()
         with self.traced(step.number):
@@ -349,6 +351,16 @@ def evaluation_metrics(scores: Evaluation, task: str) -> dict[str, float]:
             eval_metric(task, "high", scores.k): scores.ci95[1],
         }
     return found
+
+
+def draft_metrics(drafted: int, accepted: int, step: int) -> dict[str, float]:
+    """What speculative decoding did. StepError if it did nothing."""
+    if not drafted:
+        raise StepError(
+            f"step {step}: rollout.speculative is on, and the engines drafted not one token; ngram drafts what repeats: "
+            "give it a smaller options.prompt_lookup_min, or leave rollout.speculative out"
+        )
+    return {"rollout/drafted": drafted, "rollout/draft_acceptance": accepted / drafted}
 
 
 def replay_metrics(scores: Scores, batch: StepBatch, step: int) -> dict[str, float]:

@@ -58,6 +58,8 @@ METRICS: dict[str, Metric] = {
     "rollout/continued": Metric("count", "responses that more than one version of the weights sampled"),
     "rollout/engine_restarts": Metric("count", "engines that were lost and started anew"),
     "rollout/redone": Metric("count", "requests that an engine left undone and that were asked for again"),
+    "rollout/drafted": Metric("count", "speculative decoding: tokens drafted for the engines to verify"),
+    "rollout/draft_acceptance": Metric("share", "of these, taken"),
     "sampling/dropped_groups": Metric("count", "groups dropped because their rewards were all equal"),
     "verifier/timeouts": Metric("count", "responses whose verification ran out of time; score 0"),
     "verifier/errors": Metric("count", "responses that the verifier could not judge; score 0"),
