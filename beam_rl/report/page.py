@@ -182,6 +182,9 @@ def _throughput(runs: Sequence[History]) -> list[str]:
     nvme: Wanted = [("nvme/read_bytes", "read", {}), ("nvme/write_bytes", "written", {})]
     return [
         _chart("Tokens sampled a second", runs, [("rollout/tokens_per_s", "tokens/s", {})], number, zero=True),
+        _chart(
+            "Drafted tokens that were accepted", runs, [("rollout/draft_acceptance", "accepted", {})], percent, most=1.0
+        ),
         _chart("Tokens sampled a step", runs, [("rollout/tokens", "tokens", {})], number, zero=True),
         _chart("Seconds a step", runs, [("time/step_s", "step", {})], seconds, zero=True) if len(runs) > 1 else "",
         _chart("Peak memory of a trainer rank", runs, memory, format_bytes, zero=True),
