@@ -42,7 +42,8 @@ STEP = {
 
 # The names that users and their dashboards rely on.
 CONTRACT = """
-reward/mean reward/shuffled eval/toy/avg@8 eval/toy/pass@8 parity/abs_logprob_diff_mean parity/abs_logprob_diff_max
+reward/mean reward/stderr reward/shuffled eval/toy/avg@8 eval/toy/pass@8 eval/toy/low@8 eval/toy/high@8
+parity/abs_logprob_diff_mean parity/abs_logprob_diff_max
 parity/mismatch_kl
 replay/rows replay/missing_rows replay/route_agreement sync/seconds sync/bytes sync/version sync/buckets time/step_s
 time/generate_s time/verify_s time/score_s time/update_s time/sync_s time/save_s time/write_s time/eval_s
