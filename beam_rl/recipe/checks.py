@@ -39,6 +39,7 @@ def check(recipe: "Recipe") -> None:
     for problem in (
         *_lora(recipe),
         *_sampling(recipe),
+        *_verifier(recipe),
         *_placement(recipe),
         *_batch(recipe),
         *_times(recipe),
@@ -91,6 +92,15 @@ def _sampling(recipe: "Recipe") -> Iterator[str]:
             yield f"rollout.engine_args.{name}: the recipe has {ENGINE_KEYS[name]} for it"
     if r.speculative and r.speculative.method == "ngram" and r.speculative.model:
         yield f"rollout.speculative.model = {r.speculative.model}: the method ngram has no drafter; name another method"
+
+
+def _verifier(recipe: "Recipe") -> Iterator[str]:
+    name = recipe.verifier.name
+    if name not in ("math", "toy") and not all(name.rpartition(":")[::2]):
+        yield (
+            f"verifier.name = {name}: neither math nor toy; your own is written module:function or FILE.py:function "
+            "(docs/own_reward.md)"
+        )
 
 
 def _placement(recipe: "Recipe") -> Iterator[str]:

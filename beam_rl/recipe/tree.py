@@ -66,7 +66,11 @@ class Data(Section):
 
 
 class Verifier(Section):
-    name: Literal["math", "toy"] = "math"
+    name: str = Field(
+        "math",
+        description="math, toy, or your own: `module:function` or `FILE.py:function`, called with (response, gold answer, "
+        "finish reason), which returns the score",
+    )
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     workers: Positive = 2
     shuffle: Switch = Field(
