@@ -124,7 +124,15 @@ def start_note(path: Path) -> list[str]:
 
 
 def check_beam(path: Path) -> dict[str, Any]:
-    """The checkpoint's config.json, if it is Beam's."""
+    """The config.json of a checkpoint of Beam's that has weights."""
+    config = check_config(path)
+    if not list(path.glob("*.safetensors")):
+        raise InputError(f"model.path = {path}: has no .safetensors files")
+    return config
+
+
+def check_config(path: Path) -> dict[str, Any]:
+    """The config.json in that folder, if it is Beam's."""
     file = path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -138,8 +146,6 @@ def check_beam(path: Path) -> dict[str, Any]:
     for key, wanted in UNSUPPORTED.items():
         if config.get(key, wanted) != wanted:
             raise InputError(f"{file}: {key} = {config[key]}: only {wanted} is supported")
-    if not list(path.glob("*.safetensors")):
-        raise InputError(f"model.path = {path}: has no .safetensors files")
     return config
 
 
