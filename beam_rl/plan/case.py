@@ -18,6 +18,7 @@ from beam_rl.plan.engine_memory import EngineShape, engine_shape
 from beam_rl.plan.hardware import Hardware, find, read_table
 from beam_rl.plan.memory import SIZE, OptimizerKind, Replicas
 from beam_rl.plan.model_shapes import RankShape, rank_shapes
+from beam_rl.plan.work import Work, work_of
 from beam_rl.recipe.tree import Recipe
 
 
@@ -70,6 +71,10 @@ class Case:
         """Whether the trainer's products are the GPU's own, so that Transformer Engine keeps quantized weights."""
         trainer = self.recipe.trainer
         return trainer.precision == "mxfp8" and trainer.mxfp8.activations and self.native_engine
+
+    @cached_property
+    def work(self) -> Work:
+        return work_of(self.config)
 
     @cached_property
     def replicas(self) -> Replicas:

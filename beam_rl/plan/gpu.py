@@ -10,7 +10,7 @@ from typing import Any
 from beam_rl.layout import place_of
 from beam_rl.plan import activations, memory
 from beam_rl.plan.case import Case
-from beam_rl.plan.engine_memory import ASLEEP_BYTES, on_gpu
+from beam_rl.plan.engine_memory import ASLEEP_BYTES, GRAPHS_BYTES, on_gpu
 from beam_rl.plan.hardware import GIB
 from beam_rl.plan.memory import Bytes
 
@@ -184,16 +184,22 @@ def engine_sampling(case: Case) -> Bytes:
 
 
 def _engine_loading(case: Case) -> Bytes:
-    """In a sync: the weights, and what travels; the KV cache is not there where GPUs are shared, else it stays."""
-    sampling = engine_sampling(case)
+    """In a sync: the weights, and what travels; the KV cache is not there where GPUs are shared, else it stays.
+
+    An adapter travels through host memory.
+    """
+    sampling, buckets = engine_sampling(case), 2 * case.recipe.sync.bucket_bytes
+    arriving = 0 if case.adapter else buckets + loading_bytes(case)
+    if not case.on_gpus:
+        return replace(sampling, buffers=CPU_WORKER_BYTES + (buckets if case.adapter else arriving))
     if not case.shares_gpus:
-        return replace(sampling, activations=0, buffers=sampling.buffers + 2 * case.recipe.sync.bucket_bytes)
-    layer = layer_bytes(case) if case.adapter is None else 0
-    return replace(sampling, kv_cache=0, buffers=ASLEEP_BYTES + 2 * case.recipe.sync.bucket_bytes + layer)
+        return replace(sampling, kv_cache=max(0, sampling.kv_cache), buffers=GRAPHS_BYTES + arriving)
+    return replace(sampling, kv_cache=0, buffers=ASLEEP_BYTES + arriving)
 
 
-def layer_bytes(case: Case) -> int:
-    """Of a sparse layer whole: vLLM's loader keeps a layer's tensors until it has them all."""
-    c = case.config
+def loading_bytes(case: Case) -> int:
+    """vLLM's loader keeps a layer's tensors, whole, until it has them all, and makes the worker's part of them anew."""
+    c, e = case.config, case.recipe.rollout.parallel
     experts = 3 * c["num_experts"] * c["moe_intermediate_size"] * c["hidden_size"]
-    return int(experts * (33 / 32 if case.scheme else case.value_bytes))
+    whole = experts * (33 / 32 if case.scheme else case.value_bytes)
+    return round(whole * (1 + 1 / (e.tp * e.dp)))

@@ -1,7 +1,9 @@
 """What a node's host memory and NVMe hold, at most, of one run. Knows nothing about GPUs' insides."""
 
+import math
 from dataclasses import dataclass
 
+from beam_rl.lora import adapter_tensors
 from beam_rl.plan import gpu, memory
 from beam_rl.plan.case import Case
 
@@ -19,6 +21,7 @@ class Node:
     processes: int  # libraries, on a CPU with all that ranks and engines hold
     waiting: int  # of trainers whose GPUs the engines have
     engine_base: int  # of sleeping engines: the base that an adapter is served on
+    adapters: int  # that vLLM's workers keep beside their slots, and the one that arrives
     optimizer: int  # in host memory by the recipe's wish, or blocks on their way to NVMe
     checkpoint: int  # copies that are being written while training goes on
     samples: int  # of a step, with their routes: the driver's, on one node
@@ -26,7 +29,8 @@ class Node:
 
     @property
     def host(self) -> int:
-        return self.processes + self.waiting + self.engine_base + self.optimizer + self.checkpoint + self.samples
+        held = self.processes + self.waiting + self.engine_base + self.adapters
+        return held + self.optimizer + self.checkpoint + self.samples
 
 
 def fullest_node(case: Case) -> Node:
@@ -48,6 +52,7 @@ def _node(case: Case, node: int) -> Node:
         processes=_processes(case, node, len(ranks), engines),
         waiting=0 if in_files else sum(waits),
         engine_base=engines * _asleep_base(case),
+        adapters=2 * engines * case.recipe.rollout.parallel.workers * adapter_bytes(case),
         optimizer=sum(_optimizer(case, rank) for rank in ranks),
         checkpoint=sum(_checkpoint(case, rank) for rank in ranks),
         samples=sample_bytes(case) if node == 0 else 0,
@@ -73,6 +78,13 @@ def _asleep_base(case: Case) -> int:
     """vLLM's first level of sleep copies the weights to the host; without an adapter they are dropped."""
     asleep = case.shares_gpus and case.adapter is not None
     return case.recipe.rollout.parallel.workers * case.engine.weights if asleep else 0
+
+
+def adapter_bytes(case: Case) -> int:
+    """Of a whole adapter in HF form, which each worker gets."""
+    if case.adapter is None:
+        return 0
+    return case.value_bytes * sum(math.prod(shape) for shape in adapter_tensors(case.adapter, case.config).values())
 
 
 def _optimizer(case: Case, rank: int) -> int:

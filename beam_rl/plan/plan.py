@@ -127,6 +127,8 @@ def _key_for(case: Case, moment: str, place: Place) -> tuple[str, str]:
     trainer, held = case.recipe.trainer, place.moments[moment]
     if moment == "rollout":
         return "rollout.gpu_memory_utilization", "lower it, to leave room for the trainer's process"
+    if place.name.startswith("engine"):
+        return "rollout.gpu_memory_utilization", "lower it: vLLM's loader needs room for a layer beside the KV cache"
     if moment == "sync" and held.weights:
         return "rollout.parallel.tp", "raise it, or trainer.parallel.ep or pp: trainer and engine hold their weights at once"
     sizes = {"activations": held.activations, "optimizer": held.optimizer, "gradients": held.gradients}

@@ -21,7 +21,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
     where = f"{case.nodes} × {case.recipe.cluster.gpus_per_node or machine.gpus_per_node} {machine.name}"
     console.print(f"{case.recipe.name}: {case.model.source}")
     console.print(f"on {where}, {case.placement}" if case.on_gpus else f"on this machine ({machine.name}), without a GPU")
-    console.print(_memory(plan))
+    for places in _alike([*plan.ranks, *plan.engines]):
+        console.print(_memory(places, "GPU" if case.on_gpus else "process"))
     console.print(_node(plan))
     console.print(_seconds(plan))
     for note in plan.notes:
@@ -31,19 +32,19 @@ def show(plan: Plan, console: Console | None = None) -> None:
     console.print("[green]fits[/]" if plan.fits else f"{len(plan.problems)} to turn before this can run")
 
 
-def _memory(plan: Plan) -> Table:
-    what = "GPU" if plan.case.on_gpus else "process"
-    table = Table(title=f"bytes a {what}, at each moment; what is alike is one row", title_justify="left")
-    for name in (what, "parameters", "moment", *COLUMNS, "total", "limit"):
-        table.add_column(name.replace("_", " "), justify="left" if name in (what, "moment") else "right")
-    for places in _alike([*plan.ranks, *plan.engines]):
-        first = places[0]
-        for i, (moment, held) in enumerate(first.moments.items()):
-            sizes = [gib(size) if size else "" for size in asdict(held).values()]
-            name, count = (_span(places), f"{first.parameters:,}" if first.parameters else "") if i == 0 else ("", "")
-            last = i == len(first.moments) - 1
-            style = "bold" if moment == first.fullest else None
-            table.add_row(name, count, moment, *sizes, gib(held.total), gib(first.limit), style=style, end_section=last)
+def _memory(places: Sequence[Place], what: str) -> Table:
+    """What each of some places that hold the same holds, at each moment."""
+    first = places[0]
+    count = f", {first.parameters:,} parameters{' each' if len(places) > 1 else ''}" if first.parameters else ""
+    table = Table(title=f"a {what} of {_span(places)}{count}", title_justify="left")
+    table.add_column("bytes")
+    for moment in first.moments:
+        table.add_column(moment, justify="right", style="bold" if moment == first.fullest else None)
+    held = [asdict(moment) for moment in first.moments.values()]
+    for name in [name for name in COLUMNS if any(moment[name] for moment in held)]:
+        table.add_row(name.replace("_", " "), *[gib(moment[name]) if moment[name] else "" for moment in held])
+    table.add_section()
+    table.add_row(f"of {gib(first.limit)}", *[gib(moment.total) for moment in first.moments.values()])
     return table
 
 
@@ -68,23 +69,29 @@ def _span(places: Sequence[Place]) -> str:
 
 
 def _node(plan: Plan) -> Table:
-    table = Table(title="bytes a node, the fullest", title_justify="left")
+    """The fullest node."""
+    table = Table(title="a node, the fullest", title_justify="left")
+    for name in ("bytes", "host", "NVMe"):
+        table.add_column(name, justify="left" if name == "bytes" else "right")
     held = asdict(plan.node)
     held.pop("nvme")
-    for name in (*held, "host memory", "of", "NVMe", "of"):
-        table.add_column(name.replace("_", " "), justify="right")
+    for name, size in held.items():
+        if size:
+            table.add_row(name.replace("_", " "), gib(size), "")
+    table.add_section()
     machine = plan.case.machine
-    row = [*held.values(), plan.node.host, machine.host_bytes, plan.nvme_bytes, machine.nvme_bytes]
-    table.add_row(*[gib(size) if size else "" for size in row])
+    limits = f"of {gib(machine.host_bytes)}, {gib(machine.nvme_bytes)}"
+    table.add_row(limits, gib(plan.node.host), gib(plan.nvme_bytes) if plan.nvme_bytes else "")
     return table
 
 
 def _seconds(plan: Plan) -> Table:
-    table = Table(title="seconds a step, estimated", title_justify="left")
-    record = plan.seconds.record()
-    for name in record:
-        table.add_column(name.replace("_", " "), justify="right")
-    table.add_row(*[f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}" for seconds in record.values()])
+    table = Table(title="a step, estimated", title_justify="left")
+    table.add_column("")
+    table.add_column("seconds", justify="right")
+    for name, seconds in plan.seconds.record().items():
+        shown = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}"
+        table.add_row(f"of update: {name}" if name == "optimizer" else name.replace("_", " "), shown)
     return table
 
 

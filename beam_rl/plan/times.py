@@ -7,7 +7,7 @@ takes its place. Pure formulas; knows nothing about memory.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from beam_rl.lora import adapter_tensors, repeated_tensors
 from beam_rl.plan import memory
 from beam_rl.plan.case import Case
 from beam_rl.plan.checkpoint_shapes import checkpoint_shapes, is_fp32
+from beam_rl.plan.work import forward_flops
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Shares:
     generate_bandwidth: float = 0.60  # of HBM's in a decode step: assumed
     generate_flops: float = 0.40  # when many requests make decoding compute-bound: assumed
     sync_bandwidth: float = 0.66  # of the link's: nccl, benchmarks/sync_h200.json
+    gloo_bytes_per_s: float = 3e9  # to one worker: benchmarks/sync_cpu.json
     nvme_slowdown: float = 1.15  # an update's time over the disk's own: docs/nvme.md
     decode_step_s: float = 0.0008  # launches and waits a step that no byte explains: assumed
     collective_s: float = 12e-6  # of one all-reduce of a decode step within a node: assumed
@@ -78,41 +80,6 @@ def _read(file: Path) -> dict[str, Any]:
     return {"name": name, "ratio": ratio}
 
 
-# --- the model's work -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Work:
-    """Of one token's forward pass through the whole model."""
-
-    active: int  # parameters that a token meets, without the embedding
-    dense: int  # of these, outside the routed experts
-    expert: int  # parameters of one expert, all its layers counted
-    attention: float  # FLOPs per token of context, summed over layers without a window
-
-
-def work_of(config: Mapping[str, Any]) -> Work:
-    dense = expert = 0
-    for name, shape in checkpoint_shapes(config).items():
-        if ".experts.0." in name:
-            expert += math.prod(shape)
-        elif ".experts." not in name and name != "model.embed_tokens.weight":
-            dense += math.prod(shape)
-    full = sum(kind == "full_attention" for kind in config["layer_types"])
-    heads = config["num_attention_heads"] * config["head_dim"]
-    active = dense + config["num_experts_per_tok"] * expert
-    return Work(active, dense, expert, 4.0 * heads * full)
-
-
-def forward_flops(config: Mapping[str, Any], tokens: float, mean_length: float) -> float:
-    """Multiplications and additions counted one by one; windowed layers see their window, others half of the sample."""
-    work = work_of(config)
-    sliding = sum(kind == "sliding_attention" for kind in config["layer_types"])
-    heads = config["num_attention_heads"] * config["head_dim"]
-    window = min(config["sliding_window"], mean_length / 2)
-    return tokens * (2 * work.active + work.attention * mean_length / 2 + 4.0 * heads * sliding * window)
-
-
 # --- training ---------------------------------------------------------------------------------------------
 
 
@@ -122,7 +89,7 @@ def train_seconds(case: Case, tokens: float, mean_length: float, shares: Shares)
     machine = case.machine
     flops = machine.fp8_flops if case.native_mxfp8 else machine.bf16_flops
     rate = p.ranks * flops * shares.train_flops
-    forward = forward_flops(case.config, tokens, mean_length) / rate
+    forward = forward_flops(case.work, tokens, mean_length) / rate
     # An adapter needs no gradients of weights: a backward pass of one forward's work, not of two.
     passes = (2 if case.adapter else 3) + {"none": 0.0, "selective": 0.6, "full": 1.0}[trainer.recompute]
     packs = max(1.0, tokens / (trainer.mini_batches * p.dp * trainer.token_budget))
@@ -146,7 +113,7 @@ def optimizer_seconds(case: Case, shares: Shares) -> float:
 def decode_step_seconds(case: Case, requests: float, context: float, shares: Shares) -> float:
     """One token for each of an engine's requests: bytes read, FLOPs, collectives, and what is always there."""
     machine, e, config = case.machine, case.recipe.rollout.parallel, case.config
-    work, workers = work_of(config), e.workers
+    work, workers = case.work, e.workers
     met = config["num_experts"] * (1 - (1 - config["num_experts_per_tok"] / config["num_experts"]) ** requests)
     element = 33 / 32 if case.scheme else case.value_bytes
     weights = (work.dense + met * work.expert) * element / workers
@@ -184,18 +151,32 @@ def sync_size(case: Case) -> tuple[int, int]:
     return round(nbytes), len(shapes_of)
 
 
+def transport(case: Case) -> str:
+    """What `sync.transport: auto` comes to (`rollout.sync.place.choose`)."""
+    if case.recipe.sync.transport != "auto":
+        return case.recipe.sync.transport
+    if case.on_gpus and not case.shares_gpus:
+        return "nccl"
+    if case.on_gpus and case.recipe.rollout.engines * case.recipe.rollout.parallel.workers == 1:
+        return "ipc"
+    first = case.node_of_rank[0]
+    return "shm" if all(node == first for node, engines in case.engines_on.items() if engines) else "gloo"
+
+
 def sync_seconds(case: Case, shares: Shares) -> float:
     """From the first rank to every engine; gathering, sending and loading go on at the same time, the slowest counts."""
     nbytes, tensors = sync_size(case)
-    machine = case.machine
+    machine, workers = case.machine, case.recipe.rollout.engines * case.recipe.rollout.parallel.workers
     apart = case.nodes > 1
     link = machine.network_bytes_per_s if apart else machine.nvlink_bytes_per_s
-    if not case.on_gpus:
-        link = machine.nvlink_bytes_per_s
+    rate = {
+        "nccl": link * shares.sync_bandwidth,  # one broadcast
+        "ipc": machine.hbm_bytes_per_s / 2 * shares.sync_bandwidth,
+        "shm": machine.pcie_bytes_per_s * shares.sync_bandwidth,
+        "gloo": min(shares.gloo_bytes_per_s, machine.network_bytes_per_s / workers),  # to each worker on its own
+    }[transport(case)]
     gather = nbytes / (link * shares.sync_bandwidth) if len(case.shapes) > 1 else 0.0
-    send = nbytes / (link * shares.sync_bandwidth)
-    load = tensors * shares.tensor_s
-    return max(gather, send, load)
+    return max(gather, nbytes / rate, tensors * shares.tensor_s)
 
 
 def turn_seconds(case: Case) -> float:
