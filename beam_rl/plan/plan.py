@@ -86,7 +86,7 @@ def seconds_of(case: Case, shares: times.Shares, lengths: NDArray[np.float64]) -
     """Of a step with such responses."""
     mean = float(lengths.mean()) + case.recipe.data.max_prompt_tokens / 2
     score, update, optimizer = times.train_seconds(case, case.samples * mean, mean, shares)
-    share = lengths[: -(-len(lengths) // case.recipe.rollout.engines)].tolist()
+    share = np.resize(lengths, case.samples)[:: case.recipe.rollout.engines].tolist()
     return times.Seconds(
         generate=times.generate_seconds(case, share, shares),
         score=score,
