@@ -121,6 +121,8 @@ class _Files:
         with self._lock:
             if file not in self._open:
                 self._open[file] = os.open(file, os.O_RDONLY)
+                # What lies between two slices is another rank's: nothing is to be read ahead of a request.
+                os.posix_fadvise(self._open[file], 0, 0, os.POSIX_FADV_RANDOM)
             number = self._open[file]
         done = 0
         while done < len(into):
