@@ -10,6 +10,7 @@ from typing import Literal
 
 FP32 = 4
 EXPERT_IMBALANCE = 1.3  # the busiest expert-parallel rank's tokens over the mean; there is no capacity limit
+ROUTER_BYTES = 20  # a token and expert: scores, weights, and the rows' places
 HELD_BESIDE = 2  # layers' inputs that a pipeline stage has in send and receive buffers
 
 
@@ -26,6 +27,7 @@ class Sizes:
     top_k: int
     vocabulary: int
     value_bytes: int  # of an activation
+    stacked: bool  # attention without Transformer Engine
 
 
 @dataclass(frozen=True)
@@ -38,32 +40,34 @@ class Tokens:
     scored: float  # whose log-probabilities the rank computes
 
 
-def norm(sizes: Sizes, width: int) -> int:
-    """Bytes a token that RMSNorm keeps: its input in FP32 and the normalized values; an FP32 input is there anyway."""
-    return (2 if sizes.value_bytes < FP32 else 1) * FP32 * width
+def norm(width: int) -> int:
+    """Bytes a token that RMSNorm keeps, whatever the model's dtype: its input in FP32 and the normalized values."""
+    return 2 * FP32 * width
 
 
 def attention(sizes: Sizes, tokens: Tokens) -> float:
     """Kept between the layer's input and the first residual add, both norms included."""
     v, h, q, k = sizes.value_bytes, sizes.hidden, sizes.queries, sizes.keys
-    on_stream = norm(sizes, h) + v * h + norm(sizes, h) + (v * h if v == FP32 else 0)  # the second norm's own input
-    projected = v * (2 * q + 2 * k)  # one matrix, of which values and gate are views
-    normed = norm(sizes, q) + norm(sizes, k)
-    core = v * (q + k) + v * q  # positions applied, and the output
+    on_stream = norm(h) + v * h + norm(h)
+    projected = v * (2 * q + 2 * k)  # one matrix, of which values are views
+    normed = norm(q) + (norm(k) if v < FP32 else FP32 * k)  # FP32 keys are views of it, too
+    core = v * (q + k) + v * q  # with positions, and the output
+    if sizes.stacked:  # without Transformer Engine samples are padded and stacked, and the output is taken apart again
+        core += v * (q + 2 * k) + v * q
     gated = 2 * v * q
     return tokens.stream * on_stream + tokens.attended * (projected + normed + core + gated)
 
 
 def gated_mlp(sizes: Sizes, width: int) -> int:
-    """Bytes a row between a SwiGLU's input and its output: first product, SiLU's input and output, rounded product."""
+    """Bytes a row between a SwiGLU's input and its output: SiLU's input and output, the other half, the rounded product."""
     v = sizes.value_bytes
-    return v * 2 * width + (2 if v < FP32 else 1) * FP32 * width + v * width
+    first = v * 2 * width if v == FP32 else FP32 * width  # the first product itself, or its half made FP32
+    return first + FP32 * width + 2 * v * width
 
 
 def feed_forward_input(sizes: Sizes, tokens: Tokens) -> float:
     """The norm before an MLP, whose output goes in, and the one after it."""
-    v, h = sizes.value_bytes, sizes.hidden
-    return tokens.stream * (2 * norm(sizes, h) + v * h + (2 * v * h if v == FP32 else 0))
+    return tokens.stream * (2 * norm(sizes.hidden) + sizes.value_bytes * sizes.hidden)
 
 
 def dense_mlp(sizes: Sizes, tokens: Tokens) -> float:
@@ -73,16 +77,18 @@ def dense_mlp(sizes: Sizes, tokens: Tokens) -> float:
 def experts(sizes: Sizes, tokens: Tokens) -> float:
     """The router in FP32, and each routed row's input, inside and output."""
     v, h = sizes.value_bytes, sizes.hidden
-    router = tokens.stream * ((FP32 * h if v < FP32 else 0) + 3 * FP32 * sizes.experts)
+    router = tokens.stream * ((FP32 * h if v < FP32 else 0) + ROUTER_BYTES * sizes.experts)
     return router + tokens.routed * (2 * v * h + gated_mlp(sizes, sizes.expert))
 
 
 def backward_peak(sizes: Sizes, tokens: Tokens, sparse: bool) -> float:
-    """Gradients alive at one time beside what is kept: of experts' weighted outputs, which are FP32, or an MLP's inside."""
+    """Gradients alive at one time beside what is kept: of experts' weighted outputs, which are FP32, or of an MLP's inside,
+    and some of the residual stream's in FP32."""
     v, h = sizes.value_bytes, sizes.hidden
+    stream = tokens.stream * 4 * FP32 * h
     if sparse:
-        return tokens.routed * ((2 * FP32 + v) * h)
-    return tokens.attended * (2 * FP32 + v) * sizes.dense + tokens.stream * 2 * v * h
+        return stream + tokens.routed * (2 * FP32 + v) * h
+    return stream + tokens.attended * (2 * FP32 + v) * sizes.dense
 
 
 def head(sizes: Sizes, tokens: Tokens, chunk_tokens: int, trainable: bool, workspace_bytes: int) -> float:
@@ -90,7 +96,7 @@ def head(sizes: Sizes, tokens: Tokens, chunk_tokens: int, trainable: bool, works
     v, h = sizes.value_bytes, sizes.hidden
     of_head = (FP32 + (v if v < FP32 else 0)) * sizes.vocabulary * h if trainable else 0
     logits = min(chunk_tokens, tokens.scored) * sizes.vocabulary * workspace_bytes
-    return tokens.stream * norm(sizes, h) + tokens.scored * 2 * v * h + of_head + logits
+    return tokens.stream * norm(h) + tokens.scored * 2 * v * h + of_head + logits
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from beam_rl.plan.hardware import GIB
 from beam_rl.plan.memory import Bytes
 
 GPU_LIBRARIES_BYTES = int(1.5 * GIB)  # a process's CUDA context, NCCL's buffers, cuBLAS's workspaces
-CPU_RANK_BYTES = 1_000_000_000  # resident in a trainer rank before it has a model: torch, Megatron, Ray
+CPU_RANK_BYTES = 940_000_000  # resident in a trainer rank without a model, measured: torch, Megatron, Ray
+CPU_BF16_BYTES = 850_000_000  # more in BF16, measured: oneDNN keeps what it compiled for the last 1024 shapes of a product
 CPU_WORKER_BYTES = 1_700_000_000  # in an engine before it has a model: vLLM and what it compiles
 LOGIT_BYTES = {True: 10, False: 8}  # of a logit in BF16, in FP32: `megatron.logprobs.workspace_bytes`
 CPU_BF16_LOGIT_BYTES = 14
@@ -118,6 +119,7 @@ def sizes(case: Case) -> activations.Sizes:
         top_k=c["num_experts_per_tok"],
         vocabulary=c["vocab_size"] // p.tp,
         value_bytes=case.value_bytes,
+        stacked=not case.on_gpus,
     )
 
 
@@ -140,7 +142,7 @@ def pack_tokens(case: Case) -> int:
 def _moments(case: Case, rank: int, activation_bytes: int) -> dict[str, Bytes]:
     shape, s = case.shapes[rank], case.recipe.sync
     mine = (shape, case.replicas, case.optimizer)
-    libraries = Bytes(buffers=GPU_LIBRARIES_BYTES if case.on_gpus else CPU_RANK_BYTES)
+    libraries = Bytes(buffers=libraries_bytes(case))
     moments = {
         "start": memory.at_start(*mine) + libraries,
         "update": memory.at_update(*mine, activation_bytes, case.native_mxfp8) + libraries,
@@ -156,6 +158,13 @@ def _moments(case: Case, rank: int, activation_bytes: int) -> dict[str, Bytes]:
     moments["sync"] = sync + libraries + _engine_loading(case)
     moments["rollout"] = engine_sampling(case) + libraries
     return moments
+
+
+def libraries_bytes(case: Case) -> int:
+    """Of a trainer rank's process, whatever the model."""
+    if case.on_gpus:
+        return GPU_LIBRARIES_BYTES
+    return CPU_RANK_BYTES + (CPU_BF16_BYTES if case.value_bytes < 4 else 0)
 
 
 def largest_synced(case: Case) -> int:
