@@ -29,6 +29,8 @@ class Command(typer.core.TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.Exit:  # a command's own end, which has said all there is to say
+            raise
         except KeyboardInterrupt:
             leave(130, "interrupted")
         except Exception as error:
@@ -95,6 +97,7 @@ def train(
     from beam_rl.start import run_training
 
     interrupts.install(resolved.checkpoint.grace_s)
+    plan_command.refuse_if_too_large(resolved)
     try:
         run_training(resolved, out or Path("runs") / resolved.name, resume)
     except interrupts.Interrupted as end:

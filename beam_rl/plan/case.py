@@ -129,20 +129,27 @@ def case_of(recipe: Recipe) -> Case:
 
 
 def seat(recipe: Recipe, machine: Hardware, on_gpus: bool) -> tuple[list[Shelf], int]:
-    """Who sits where, on `cluster.nodes` nodes or as many as are needed. InputError if it does not fit."""
+    """Who sits where on the fewest nodes that `cluster.nodes` allows, or that are needed if these are more.
+
+    Raises:
+        InputError: an engine does not fit a node.
+    """
     parallel, r, cluster = recipe.trainer.parallel, recipe.rollout, recipe.cluster
-    placement = cluster.placement or for_pace(r.pace)
-    crew = (placement, parallel.ranks, r.engines, r.parallel.workers)
+    crew = (cluster.placement or for_pace(r.pace), parallel.ranks, r.engines, r.parallel.workers)
     if not on_gpus:
         return place(*crew, [parallel.ranks + r.engines * r.parallel.workers], "CPU slot"), 1
     each = cluster.gpus_per_node or machine.gpus_per_node
-    most = parallel.ranks + r.engines
-    for nodes in [cluster.nodes] if cluster.nodes else range(1, most + 1):
+    if r.parallel.workers > each:
+        raise InputError(
+            f"rollout.parallel: tp · pp · dp = {r.parallel.workers} workers of an engine have to be on one node, which has "
+            f"{each} GPUs"
+        )
+    nodes = cluster.nodes or 1
+    while True:
         try:
             return place(*crew, [each] * nodes, "GPU"), nodes
-        except InputError as error:
-            failure = error
-    raise failure
+        except InputError:
+            nodes += 1
 
 
 def machine_of(recipe: Recipe) -> tuple[Hardware, bool]:

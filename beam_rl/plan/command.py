@@ -1,6 +1,7 @@
 """`beam-rl plan`, and the plan inside `beam-rl train`. Imports what it needs when it is called: the command line is quick."""
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -11,6 +12,8 @@ from beam_rl.errors import InputError
 
 if TYPE_CHECKING:
     from beam_rl.recipe.tree import Recipe
+
+STATE_BYTES = 20  # of a parameter: the weight, its gradient, Adam's main copy and moments, and the engine's weight
 
 
 def run(
@@ -38,7 +41,7 @@ def run(
     plan = make_plan(recipe, shares, lengths)
     plan.notes.extend(notes)
     timelines = simulate(plan.case, shares, lengths) if simulating else []
-    suggestions = suggest(recipe) if suggesting else []
+    suggestions = suggest(plan.case, shares, lengths) if suggesting else []
     if as_json:
         record = plan.record()
         if simulating:
@@ -66,13 +69,27 @@ def show_for(recipe: "Recipe") -> None:
 
 
 def refuse_if_too_large(recipe: "Recipe") -> None:
-    """InputError, one line, if the run can't fit the machines of `cluster.gpu`, or a machine without GPUs."""
+    """InputError, one line, if the run can't fit the machines of `cluster.gpu`, or this machine where it has no GPU."""
+    if recipe.cluster.gpu is None and not _may_be_too_large(recipe):
+        return
     from beam_rl.plan.plan import make_plan
 
-    if recipe.cluster.gpu is None:
-        return
     plan = make_plan(recipe)
     if plan.problems:
         first = plan.problems[0]
         more = f" (and {len(plan.problems) - 1} more: beam-rl plan)" if len(plan.problems) > 1 else ""
         raise InputError(f"{first.key}: {first.message}{more}")
+
+
+def _may_be_too_large(recipe: "Recipe") -> bool:
+    """A quick look, so that small runs start at once: whether a model's state takes a quarter of a CPU's memory."""
+    from beam_rl.doctor import find_gpus
+    from beam_rl.plan.case import host_memory
+    from beam_rl.plan.checkpoint_shapes import checkpoint_shapes
+    from beam_rl.plan.description import describe
+    from beam_rl.tiny.sizes import SIZES
+
+    if recipe.model.path in SIZES or find_gpus():
+        return False
+    count = sum(math.prod(shape) for shape in checkpoint_shapes(describe(recipe).config).values())
+    return STATE_BYTES * count > host_memory() / 4

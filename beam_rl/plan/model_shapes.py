@@ -60,7 +60,14 @@ def rank_shapes(config: Mapping[str, Any], parallel: Parallel, dtype: str, adapt
     Args:
         config: the model's config.json. dtype: "fp32" or "bf16".
     """
-    order = {"config": dict(config), "parallel": parallel.model_dump(), "dtype": dtype}
+    return shapes_of_layouts(config, [parallel], dtype, adapter)[0]
+
+
+def shapes_of_layouts(
+    config: Mapping[str, Any], layouts: Sequence[Parallel], dtype: str, adapter: Adapter | None
+) -> list[list[RankShape]]:
+    """The same for several layouts, in the time that one takes to start."""
+    order = {"config": dict(config), "layouts": [parallel.model_dump() for parallel in layouts], "dtype": dtype}
     order["adapter"] = asdict(adapter) if adapter else None
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(
@@ -74,9 +81,12 @@ def rank_shapes(config: Mapping[str, Any], parallel: Parallel, dtype: str, adapt
     )
     if done.returncode:
         raise RuntimeError(f"the model could not be built without memory: {done.stderr[-2000:]}")
-    by_stage = [_from_plain(shape) for shape in json.loads(done.stdout.splitlines()[-1])]
-    places = [place_of(rank, parallel, config["mlp_layer_types"]) for rank in range(parallel.ranks)]
-    return [by_stage[place.pp] for place in places]
+    found = []
+    for parallel, stages in zip(layouts, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        by_stage = [_from_plain(shape) for shape in stages]
+        places = [place_of(rank, parallel, config["mlp_layer_types"]) for rank in range(parallel.ranks)]
+        found.append([by_stage[place.pp] for place in places])
+    return found
 
 
 def _from_plain(shape: dict[str, Any]) -> RankShape:
@@ -159,19 +169,20 @@ def shape_of(chunks: "Sequence[BeamModel]") -> RankShape:
 
 
 def _main() -> None:
-    """Reads an order from stdin; prints the shape of one rank of each pipeline stage: within a stage all are alike."""
+    """Reads an order from stdin; prints, for each layout, the shape of one rank of each stage: within a stage all are alike."""
     order = json.loads(sys.stdin.read())
-    parallel = Parallel(**order["parallel"])
     adapter = order["adapter"] and Adapter(**order["adapter"] | {"targets": tuple(order["adapter"]["targets"])})
     from beam_rl.megatron import compat
 
     compat.install()
-    shapes = []
-    for stage in range(parallel.pp):
-        with as_rank(stage * (parallel.ranks // parallel.pp), parallel):
-            shapes.append(asdict(shape_of(build_on_meta(order["config"], parallel, order["dtype"], adapter))))
-    print(json.dumps(shapes))
-
+    found = []
+    for layout in order["layouts"]:
+        parallel, shapes = Parallel(**layout), []
+        for stage in range(parallel.pp):
+            with as_rank(stage * (parallel.ranks // parallel.pp), parallel):
+                shapes.append(asdict(shape_of(build_on_meta(order["config"], parallel, order["dtype"], adapter))))
+        found.append(shapes)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from beam_rl.plan.hardware import GIB
 from beam_rl.plan.simulate import draw_lengths
 from beam_rl.recipe.tree import Recipe
 
-LEAST_LONG_REQUESTS = 1.0  # of the longest length that an engine's KV cache has to hold
+HIGHEST_UTILIZATION = 0.95  # of a GPU by vLLM, that anybody would ask for
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,12 @@ def make_plan(
         lengths = draw_lengths(case.samples, recipe.rollout.max_response_tokens, recipe.seed)
     ranks, engines = gpu.rank_places(case), gpu.engine_places(case)
     node, nvme = host.fullest_node(case), host.fullest_nvme(case)
-    problems = [*_gpu_problems(case, ranks, engines), *_engine_problems(case), *_node_problems(case, node, nvme)]
+    problems = [
+        *_missing_nodes(case),
+        *_gpu_problems(case, ranks, engines),
+        *_engine_problems(case),
+        *_node_problems(case, node, nvme, ranks),
+    ]
     return Plan(case, ranks, engines, node, nvme, problems, _notes(case), seconds_of(case, shares, lengths))
 
 
@@ -100,6 +105,17 @@ def seconds_of(case: Case, shares: times.Shares, lengths: NDArray[np.float64]) -
 # --- what does not fit ------------------------------------------------------------------------------------
 
 
+def _missing_nodes(case: Case) -> Iterator[Problem]:
+    cluster, r = case.recipe.cluster, case.recipe.rollout
+    if cluster.nodes and case.nodes > cluster.nodes:
+        yield Problem(
+            "cluster.nodes",
+            f"{case.nodes} are needed, and there are {cluster.nodes}: {case.recipe.trainer.parallel.ranks} ranks and "
+            f"{r.engines} engines of {r.parallel.workers}, {case.placement}; use more nodes, or lower trainer.parallel.dp or "
+            "rollout.engines",
+        )
+
+
 def _gpu_problems(case: Case, ranks: Sequence[Place], engines: Sequence[Place]) -> Iterator[Problem]:
     """The fullest rank at each moment; a KV cache that vLLM would refuse is another matter."""
     if not case.on_gpus:
@@ -110,8 +126,10 @@ def _gpu_problems(case: Case, ranks: Sequence[Place], engines: Sequence[Place]) 
         if place is None or (over := place.moments[moment].total - place.limit) <= 0:
             continue
         key, advice = _key_for(case, moment, place)
-        yield Problem(key, f"{place.name} needs {gib(place.moments[moment].total)} of {gib(place.limit)} "
-                           f"{MOMENTS[moment]}, {gib(over)} too much: {advice}")  # fmt: skip
+        needs = gib(place.moments[moment].total)
+        yield Problem(
+            key, f"{place.name} needs {needs} of {gib(place.limit)} {MOMENTS[moment]}, {gib(over)} too much: {advice}"
+        )
 
 
 MOMENTS = {
@@ -129,8 +147,8 @@ def _key_for(case: Case, moment: str, place: Place) -> tuple[str, str]:
         return "rollout.gpu_memory_utilization", "lower it, to leave room for the trainer's process"
     if place.name.startswith("engine"):
         return "rollout.gpu_memory_utilization", "lower it: vLLM's loader needs room for a layer beside the KV cache"
-    if moment == "sync" and held.weights:
-        return "rollout.parallel.tp", "raise it, or trainer.parallel.ep or pp: trainer and engine hold their weights at once"
+    if moment == "sync" and case.shares_gpus:
+        return _spread(case, "trainer and engine hold their weights at once")
     sizes = {"activations": held.activations, "optimizer": held.optimizer, "gradients": held.gradients}
     sizes["weights"] = held.weights
     largest = max(sizes, key=lambda name: sizes[name])
@@ -140,52 +158,76 @@ def _key_for(case: Case, moment: str, place: Place) -> tuple[str, str]:
         return "trainer.token_budget", f"lower it (the longest sample has {case.longest}), or raise trainer.parallel.tp or cp"
     if largest == "optimizer" and trainer.optimizer.offload == "none":
         return "trainer.optimizer.offload", "cpu or nvme would take Adam's state off the GPU"
-    p = trainer.parallel
+    return _spread(case, "its part of the model is too large")
+
+
+def _spread(case: Case, why: str) -> tuple[str, str]:
+    """What makes the weights on a GPU fewer."""
+    p, e = case.recipe.trainer.parallel, case.recipe.rollout.parallel
     if p.ep < case.config["num_experts"] and p.ep * p.etp < p.dp * p.tp * p.cp:
-        return "trainer.parallel.ep", "raise it: ranks of a stage hold the same experts"
-    return "trainer.parallel.pp", "raise it, with more ranks: each then holds fewer layers"
+        return "trainer.parallel.ep", f"raise it ({why}): ranks of a stage have the same experts"
+    if case.shares_gpus and e.workers < (case.recipe.cluster.gpus_per_node or case.machine.gpus_per_node):
+        return "rollout.parallel.tp", f"raise it ({why})"
+    return "trainer.parallel.pp", f"raise it, with more ranks ({why})"
 
 
 def _engine_problems(case: Case) -> Iterator[Problem]:
     room = gpu.engine_sampling(case).kv_cache
     needed = case.engine.kv_of(case.longest, case.config["sliding_window"])
-    if room >= LEAST_LONG_REQUESTS * needed:
+    if room >= needed:  # or vLLM would refuse to start
         return
     if not case.on_gpus:
-        yield Problem("rollout.kv_cache_gib", f"the longest request needs {gib(needed)} of KV cache, and there are {gib(room)}")
+        yield Problem(
+            "rollout.kv_cache_gib", f"the longest request needs {gib(needed)} of KV cache, and there are {gib(room)}"
+        )
         return
     short = f"{gib(-room)} too little for the weights" if room < 0 else f"{gib(room)} for a KV cache"
-    tight = case.recipe.rollout.gpu_memory_utilization < 0.9
-    key = "rollout.gpu_memory_utilization" if tight and room + 0.05 * case.machine.hbm_bytes > needed else (
-        "rollout.parallel.tp" if case.recipe.rollout.parallel.workers < case.machine.gpus_per_node else "rollout.precision"
-    )
+    r, hbm = case.recipe.rollout, case.machine.hbm_bytes
+    if room + (HIGHEST_UTILIZATION - r.gpu_memory_utilization) * hbm > needed:
+        key, advice = "rollout.gpu_memory_utilization", "raise it"
+    elif r.parallel.workers < (case.recipe.cluster.gpus_per_node or case.machine.gpus_per_node):
+        key, advice = "rollout.parallel.tp", "raise it: each worker then holds less of the model"
+    else:
+        key, advice = "rollout.precision", "mxfp8 would halve the weights"
     yield Problem(
         key,
-        f"an engine's worker has {short} in {case.recipe.rollout.gpu_memory_utilization:.0%} of {gib(case.machine.hbm_bytes)}, "
-        f"and the longest request needs {gib(needed)}",
+        f"an engine's worker has {short} in {r.gpu_memory_utilization:.0%} of {gib(hbm)}, and the longest request needs "
+        f"{gib(needed)}: {advice}",
     )
 
 
-def _node_problems(case: Case, node: host.Node, nvme: int) -> Iterator[Problem]:
-    machine, trainer = case.machine, case.recipe.trainer
+HOST_KEYS = {
+    "processes": ("rollout.engines", "fewer processes hold less"),
+    "waiting": ("trainer.wait_in", "nvme would take the waiting trainer's state off the host"),
+    "engine_base": ("cluster.placement", "disaggregated engines keep their base on their own GPUs"),
+    "adapters": ("model.lora.rank", "a lower one makes a smaller adapter"),
+    "optimizer": ("trainer.optimizer.offload", "nvme would take Adam's state off the host"),
+    "checkpoint": ("checkpoint.asynchronous", "false would make no copies"),
+    "samples": ("rollout.max_response_tokens", "shorter responses, or fewer a step, take less"),
+}
+
+
+def _node_problems(case: Case, node: host.Node, nvme: int, ranks: Sequence[Place]) -> Iterator[Problem]:
+    machine, moments = case.machine, case.recipe.trainer.optimizer.nvme.moments
     if (over := node.host - machine.host_bytes) > 0:
-        sizes = asdict(node) | {"nvme": 0}
+        sizes = {name: getattr(node, name) for name in HOST_KEYS}
         largest = max(sizes, key=lambda name: sizes[name])
-        keys = {
-            "processes": ("rollout.engines" if case.on_gpus else "model.path", "use fewer processes, or a smaller model"),
-            "waiting": ("trainer.wait_in", "nvme would take the waiting trainer's state off the host"),
-            "engine_base": ("cluster.placement", "disaggregated engines keep their base on their own GPUs"),
-            "optimizer": ("trainer.optimizer.offload", "nvme would take Adam's state off the host"),
-            "checkpoint": ("checkpoint.asynchronous", "false would make no copies"),
-            "samples": ("rollout.max_response_tokens", "shorter or fewer samples a step take less"),
-        }
-        key, advice = keys[largest]
-        yield Problem(key, f"a node's host memory would hold {gib(node.host)} of {gib(machine.host_bytes)}, {gib(over)} too much, "
-                           f"most of it for {largest.replace('_', ' ')}: {advice}")  # fmt: skip
+        key, advice = HOST_KEYS[largest]
+        if largest == "processes" and not case.on_gpus:
+            fullest = max(ranks, key=lambda rank: rank.peak.total)
+            key, advice = _key_for(case, fullest.fullest, fullest)
+        yield Problem(
+            key,
+            f"a node's host memory would hold {gib(node.host)} of {gib(machine.host_bytes)}, {gib(over)} too much, most of it "
+            f"for {largest.replace('_', ' ')}: {advice}",
+        )
     if (over := nvme - machine.nvme_bytes) > 0:
-        key = "trainer.optimizer.nvme.moments" if trainer.optimizer.nvme.moments == "fp32" else "cluster.nodes"
-        yield Problem(key, f"a node's NVMe would hold {gib(nvme)} of {gib(machine.nvme_bytes)}, {gib(over)} too much: "
-                           "moments in bf16, or more nodes, take less on each")  # fmt: skip
+        key = "trainer.optimizer.nvme.moments" if moments == "fp32" else "cluster.nodes"
+        yield Problem(
+            key,
+            f"a node's NVMe would hold {gib(nvme)} of {gib(machine.nvme_bytes)}, {gib(over)} too much: moments in bf16, or more "
+            "nodes, take less on each",
+        )
 
 
 def _notes(case: Case) -> list[str]:
@@ -198,9 +240,9 @@ def _notes(case: Case) -> list[str]:
         f"a sync sends {gib(nbytes)} in {tensors:,} tensors",
         f"Adam's state is {gib(owned)} over all ranks",
     ]
-    used = max(case.node_of_rank.values(), default=0) + 1
-    if case.recipe.cluster.nodes and case.nodes > max(used, max(case.engines_on, default=0) + 1):
-        notes.append(f"cluster.nodes = {case.nodes}: some of them have nothing to do")
+    idle = case.nodes - len({shelf.node for shelf in case.shelves})
+    if idle:
+        notes.append(f"cluster.nodes = {case.nodes}: {idle} of them have nothing to do")
     return notes
 
 

@@ -33,7 +33,7 @@ def lengths_of_run(run: Path) -> NDArray[np.float64]:
     found = []
     for file in sorted((run / "samples").glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
-            found.append(float(json.loads(line)["tokens"]))
+            found.append(float(len(json.loads(line)["token_ids"])))
     if not found:
         raise InputError(f"--lengths {run}: no samples there (logging.samples_per_step)")
     return np.asarray(found)
@@ -119,7 +119,7 @@ def one_step_off(pieces: Pieces, steps: int) -> Timeline:
         total += max(longest, pieces.train_s) + pieces.sync_s
         busy_engines += mean
     busy_trainer = steps * (pieces.train_s + pieces.sync_s)
-    return Timeline("one_step_off", total / steps, 1 - busy_trainer / total, 1 - busy_engines / total, 1.0, 1)
+    return Timeline("one_step_off", total / steps, max(0.0, 1 - busy_trainer / total), 1 - busy_engines / total, 1.0, 1)
 
 
 def _generation(pieces: Pieces, number: int) -> tuple[float, float]:
@@ -166,7 +166,7 @@ class Asynchronous:
             self._advance(i)
         spent = max(self.clocks) - start[0]
         engines_idle = 1 - (self.busy - start[1]) / (spent * len(self.engines))
-        trainer_idle = 1 - (self.trainer_busy - start[2]) / spent
+        trainer_idle = max(0.0, 1 - (self.trainer_busy - start[2]) / spent)
         mean = float(np.mean(self.trained))
         return Timeline("asynchronous", spent / steps, trainer_idle, max(0.0, engines_idle), mean, max(self.trained))
 

@@ -1,19 +1,23 @@
 """Searches layouts of the recipe's own number of GPUs for those that fit, and ranks them by estimated time.
 
-The real model is built for every layout that is tried, so the search goes from the likeliest on and stops early.
+The real model is built for every layout that is tried, so the search goes from the likeliest on and looks at some.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
-from beam_rl.errors import InputError
+import numpy as np
+from numpy.typing import NDArray
+
 from beam_rl.layout import check_layout
-from beam_rl.plan.case import Case, case_of, seat
+from beam_rl.plan.case import Case, seat
+from beam_rl.plan.model_shapes import shapes_of_layouts
 from beam_rl.plan.plan import Plan, make_plan
+from beam_rl.plan.times import Shares
 from beam_rl.recipe.tree import Parallel, Recipe
 
-TRIES = 12  # candidates that the real model is counted for
+TRIES = 16  # layouts that the real model is built for
 SIZES = (1, 2, 4, 8, 16, 32)
 RECOMPUTE = ("none", "selective", "full")
 
@@ -25,19 +29,20 @@ class Suggestion:
     step_s: float
 
 
-def suggest(recipe: Recipe, most: int = 5) -> list[Suggestion]:
+def suggest(case: Case, shares: Shares, lengths: NDArray[np.float64], most: int = 5) -> list[Suggestion]:
     """Layouts of `trainer.parallel` and `trainer.recompute` that fit, the quickest first."""
-    base = case_of(recipe)
+    layouts = list(islice(_ordered(case), TRIES))
+    shapes = shapes_of_layouts(case.config, layouts, case.recipe.trainer.dtype, case.adapter)
     found: list[Suggestion] = []
-    tried: dict[str, Case] = {}
-    for parallel in _ordered(base):
-        if len(tried) >= TRIES or len(found) >= 3 * most:
-            break
-        for recompute in RECOMPUTE:
-            plan = _plan(_with(recipe, parallel, recompute), tried)
-            if plan is not None and plan.fits:
-                found.append(_suggestion(plan, parallel, recompute))
-                break  # less recomputation is quicker
+    for parallel, of_ranks in zip(layouts, shapes, strict=True):
+        for recompute in RECOMPUTE:  # less recomputation is quicker
+            recipe = _with(case.recipe, parallel, recompute)
+            shelves, nodes = seat(recipe, case.machine, case.on_gpus)
+            tried = replace(case, recipe=recipe, shelves=shelves, nodes=nodes, shapes=of_ranks)
+            plan = make_plan(recipe, shares, lengths, tried)
+            if plan.fits:
+                found.append(_suggestion(plan, case.recipe))
+                break
     return sorted(found, key=lambda s: s.step_s)[:most]
 
 
@@ -52,8 +57,8 @@ def _ordered(case: Case) -> Iterator[Parallel]:
         parallel = Parallel(dp=dp, tp=tp, sp=tp > 1, ep=ep, pp=pp)
         if not check_layout(case.config, parallel, case.adapter):
             candidates.append(parallel)
-    # Whole-model replicas of experts take most memory, so much expert parallelism comes first.
-    yield from sorted(candidates, key=lambda p: (-min(p.ep * p.pp, ranks), p.tp * p.pp, p.pp))
+    # First those that hold every expert once, whose tokens stay within a node.
+    yield from sorted(candidates, key=lambda p: (-p.ep * p.pp, p.ep * p.etp > per_node, p.tp * p.pp))
 
 
 def _with(recipe: Recipe, parallel: Parallel, recompute: str) -> Recipe:
@@ -61,26 +66,16 @@ def _with(recipe: Recipe, parallel: Parallel, recompute: str) -> Recipe:
     return recipe.model_copy(update={"trainer": trainer})
 
 
-def _plan(recipe: Recipe, tried: dict[str, Case]) -> Plan | None:
-    """None where the recipe can't be laid out like this. The model is built once for a layout."""
-    key = recipe.trainer.parallel.model_dump_json()
-    try:
-        if key in tried:
-            shelves, nodes = seat(recipe, tried[key].machine, tried[key].on_gpus)
-            case = replace(tried[key], recipe=recipe, shelves=shelves, nodes=nodes)
-        else:
-            case = tried[key] = case_of(recipe)
-        return make_plan(recipe, case=case)
-    except InputError:
-        return None
-
-
-def _suggestion(plan: Plan, parallel: Parallel, recompute: str) -> Suggestion:
-    overrides = [
-        f"trainer.parallel.{key}={str(value).lower()}"
-        for key, value in parallel.model_dump().items()
-        if value is not None and key != "vpp"
-    ]
+def _suggestion(plan: Plan, before: Recipe) -> Suggestion:
+    trainer = plan.case.recipe.trainer
+    changes = {f"parallel.{key}": value for key, value in trainer.parallel.model_dump().items()}
+    changes["recompute"] = trainer.recompute
+    old = {f"parallel.{key}": value for key, value in before.trainer.parallel.model_dump().items()}
+    old["recompute"] = before.trainer.recompute
+    overrides = [f"trainer.{key}={_yaml(value)}" for key, value in changes.items() if value != old[key]]
     fullest = max(place.peak.total for place in [*plan.ranks, *plan.engines])
-    step = plan.seconds.record()["synchronous_step"]
-    return Suggestion([*overrides, f"trainer.recompute={recompute}"], fullest, step)
+    return Suggestion(overrides, fullest, plan.seconds.record()["synchronous_step"])
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower()

@@ -33,7 +33,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
 
 
 def _memory(places: Sequence[Place], what: str) -> Table:
-    """What each of some places that hold the same holds, at each moment."""
+    """What the fullest of some alike places holds, at each moment."""
     first = places[0]
     count = f", {first.parameters:,} parameters{' each' if len(places) > 1 else ''}" if first.parameters else ""
     table = Table(title=f"a {what} of {_span(places)}{count}", title_justify="left")
@@ -49,23 +49,22 @@ def _memory(places: Sequence[Place], what: str) -> Table:
 
 
 def _alike(places: Iterable[Place]) -> list[list[Place]]:
-    """Places that hold the same, in the order of their firsts."""
+    """Places with as many parameters, the fullest of each first: pipeline stages differ in activations besides."""
     groups: dict[object, list[Place]] = {}
     for place in places:
-        kind = place.name.split()[0]
-        groups.setdefault((kind, place.parameters, tuple(place.moments.items())), []).append(place)
-    return list(groups.values())
+        groups.setdefault((place.name.split()[0], place.parameters), []).append(place)
+    return [sorted(group, key=lambda place: -place.peak.total) for group in groups.values()]
 
 
 def _span(places: Sequence[Place]) -> str:
     kind = places[0].name.split()[0]
     if kind == "engine":
         return places[0].name if len(places) == 1 else f"{len(places)} engine workers"
-    numbers = [int(place.name.split()[1]) for place in places]
+    numbers = sorted(int(place.name.split()[1]) for place in places)
     if len(numbers) == 1:
         return places[0].name
     whole = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"ranks {numbers[0]}–{numbers[-1]}" if whole else f"{len(numbers)} ranks, first {numbers[0]}"
+    return f"ranks {numbers[0]}–{numbers[-1]}" if whole else f"{len(numbers)} ranks from {numbers[0]} on"
 
 
 def _node(plan: Plan) -> Table:
@@ -110,11 +109,7 @@ def show_suggestions(suggestions: Sequence[Suggestion], console: Console | None 
     if not suggestions:
         console.print("no layout of this many GPUs fits: more nodes, or trainer.optimizer.offload and trainer.recompute")
         return
-    table = Table(title="layouts that fit, the quickest first", title_justify="left")
-    for name in ("overrides", "fullest GPU", "step, estimated"):
-        table.add_column(name, justify="left" if name == "overrides" else "right")
+    console.print("layouts that fit, the quickest first")
     for s in suggestions:
-        table.add_row(" ".join(s.overrides), gib(s.fullest_bytes), f"{s.step_s:,.0f} s")
-    console.print(table)
-
-
+        change = " ".join(s.overrides) or "as the recipe has it"
+        console.print(f"· {s.step_s:,.0f} s a step, {gib(s.fullest_bytes)} on the fullest GPU: {change}")

@@ -27,6 +27,7 @@ class Shares:
     train_flops: float = 0.30  # of dense FLOP/s in the trainer's forward and backward: assumed, of large MoE runs
     generate_bandwidth: float = 0.60  # of HBM's in a decode step: assumed
     generate_flops: float = 0.40  # when many requests make decoding compute-bound: assumed
+    train_link: float = 0.60  # of NVLink's or the network's rate in the exchanges between layers: assumed
     sync_bandwidth: float = 0.66  # of the link's: nccl, benchmarks/sync_h200.json
     gloo_bytes_per_s: float = 3e9  # to one worker: benchmarks/sync_cpu.json
     nvme_slowdown: float = 1.15  # an update's time over the disk's own: docs/nvme.md
@@ -92,9 +93,27 @@ def train_seconds(case: Case, tokens: float, mean_length: float, shares: Shares)
     forward = forward_flops(case.work, tokens, mean_length) / rate
     # An adapter needs no gradients of weights: a backward pass of one forward's work, not of two.
     passes = (2 if case.adapter else 3) + {"none": 0.0, "selective": 0.6, "full": 1.0}[trainer.recompute]
+    exchange = exchange_seconds(case, tokens, shares)
     packs = max(1.0, tokens / (trainer.mini_batches * p.dp * trainer.token_budget))
     bubble = 1 + (p.pp - 1) / (p.vpp * packs)  # of each mini-batch; scoring runs the mini-batches one by one, too
-    return forward * bubble, passes * forward * bubble, trainer.mini_batches * optimizer_seconds(case, shares)
+    again = {"none": 0.0, "selective": 1.0, "full": 1.0}[trainer.recompute]
+    score, update = (forward + exchange) * bubble, (passes * forward + (2 + again) * exchange) * bubble
+    return score, update, trainer.mini_batches * optimizer_seconds(case, shares)
+
+
+def exchange_seconds(case: Case, tokens: float, shares: Shares) -> float:
+    """A forward pass's exchanges of a rank: tokens to experts and back, and the gathers of tensor parallelism."""
+    p, config, machine = case.recipe.trainer.parallel, case.config, case.machine
+    each = case.recipe.cluster.gpus_per_node or machine.gpus_per_node
+    stream = tokens / (p.dp * p.cp * p.tp)  # tokens whose residual stream a rank of a stage has
+    row = case.value_bytes * config["hidden_size"]
+    sparse = config["mlp_layer_types"].count("sparse") / p.pp
+    share = 1 - 1 / (p.ep * p.etp)
+    to_experts = 2 * stream * config["num_experts_per_tok"] * row * sparse * share
+    gathers = 4 * stream * p.tp * row * config["num_hidden_layers"] / p.pp * (1 - 1 / p.tp)
+    near, far = machine.nvlink_bytes_per_s * shares.train_link, machine.network_bytes_per_s * shares.train_link
+    crossing = max(0.0, 1 - each / (p.ep * p.etp))  # of the tokens, to experts on other nodes
+    return to_experts * ((1 - crossing) / near + crossing / far) + gathers / (near if p.tp <= each else far)
 
 
 def optimizer_seconds(case: Case, shares: Shares) -> float:
