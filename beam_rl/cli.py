@@ -213,10 +213,12 @@ def plan(
     suggest: Annotated[bool, typer.Option("--suggest", help="Also search for layouts that fit.")] = False,
     simulate: Annotated[bool, typer.Option("--simulate", help="Also simulate the three paces.")] = False,
     lengths: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Response lengths of this run's samples, instead of made-up ones.")
+        Path | None,
+        typer.Option(metavar="RUN", help="Response lengths of this run's samples, instead of made-up ones."),
     ] = None,
     bench: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="A result of `bench sync` or `bench nvme` --json; repeatable.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A result of `bench sync` or `bench nvme` --json; repeatable."),
     ] = None,
 ) -> None:
     """Say what RECIPE needs of its machines (`cluster.gpu`, or this one), in bytes and seconds, before anything starts.

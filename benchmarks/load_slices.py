@@ -112,7 +112,10 @@ def load_rank(folder: Path, rank: int, how: str, layout: str) -> dict[str, Any]:
             checkpoint._bridge.load_hf_weights(list(chunks))
         seconds = time.perf_counter() - start
     found = {"rank": rank, "held_bytes": held, "seconds": round(seconds, 3), "read_bytes": disk_bytes() - read}
-    return found | {"host_bytes_beyond_the_model": peak() - before, "gb_per_second": round(found["read_bytes"] / seconds / 1e9, 2)}
+    return found | {
+        "host_bytes_beyond_the_model": peak() - before,
+        "gb_per_second": round(found["read_bytes"] / seconds / 1e9, 2),
+    }
 
 
 def peak() -> int:
@@ -152,7 +155,11 @@ def main() -> None:
         return
     try:
         total = write(given.folder, config_of(given.gigabytes))
-        result: dict[str, Any] = {"checkpoint_bytes": total, "parallel": json.loads(given.parallel), "disk_gb_per_second": round(disk_rate(given.folder) / 1e9, 2)}
+        result: dict[str, Any] = {
+            "checkpoint_bytes": total,
+            "parallel": json.loads(given.parallel),
+            "disk_gb_per_second": round(disk_rate(given.folder) / 1e9, 2),
+        }
         for how in ("slices", "bridge"):
             result[how] = []
             for rank in RANKS:

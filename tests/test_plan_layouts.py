@@ -13,7 +13,6 @@ from transformers import BeamConfig, BeamForCausalLM
 
 from beam_rl.plan.checkpoint_shapes import checkpoint_shapes
 from beam_rl.plan.description import beam_501b, describe
-from beam_rl.plan.model_shapes import rank_shapes
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Parallel
 
@@ -50,7 +49,13 @@ def found() -> dict[str, list[str]]:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, "-m", "tests.plan_coverage"]
     done = subprocess.run(
-        command, input=json.dumps(list(alike.values())), env=environment, cwd=FOLDER, text=True, capture_output=True, timeout=600
+        command,
+        input=json.dumps(list(alike.values())),
+        env=environment,
+        cwd=FOLDER,
+        text=True,
+        capture_output=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = dict(zip(alike, json.loads(done.stdout.splitlines()[-1]), strict=True))
@@ -88,17 +93,3 @@ def test_the_published_model_is_described_as_its_makers_do() -> None:
     assert (config["num_experts"], config["num_experts_per_tok"], config["max_position_embeddings"]) == (256, 8, 2**20)
     total = sum(torch.Size(shape).numel() for shape in checkpoint_shapes(config).values())
     assert round(total / 1e9) == 501
-
-
-def test_counts_of_ranks_add_up_to_the_model() -> None:
-    """Experts' parts once, the rest once for each pipeline."""
-    config = beam_501b()
-    parallel = Parallel(dp=8, ep=8, pp=4)
-    shapes = rank_shapes(config, parallel, "bf16", None)
-    assert len(shapes) == 32
-    whole = {name: torch.Size(shape).numel() for name, shape in checkpoint_shapes(config).items()}
-    experts = sum(size for name, size in whole.items() if ".experts." in name)
-    assert sum(shape.count(expert=True) for shape in shapes) == experts
-    first_of_stages = [shapes[stage * 8] for stage in range(4)]
-    rest = sum(shape.count(expert=False) + shape.buffers for shape in first_of_stages)
-    assert rest == sum(whole.values()) - experts

@@ -146,7 +146,9 @@ class _Reader:
         if columns is None or len(columns) * size < PAGE_BYTES:
             nbytes = len(block.rows) * stored.row_bytes
             buffer = self._buffer(nbytes)
-            self._files.read(stored.file, stored.start + block.rows.start * stored.row_bytes, memoryview(buffer.numpy()))
+            self._files.read(
+                stored.file, stored.start + block.rows.start * stored.row_bytes, memoryview(buffer.numpy())
+            )
             rows = buffer.view(stored.dtype).view(len(block.rows), *stored.shape[1:])
             block.target.copy_(rows if columns is None else rows[:, columns.start : columns.stop])
             return nbytes

@@ -1,4 +1,7 @@
-"""`beam-rl plan`, and the plan inside `beam-rl train`. Imports what it needs when it is called: the command line is quick."""
+"""`beam-rl plan`, and the plan inside `beam-rl train`.
+
+Imports what it needs when it is called, so that the command line is quick.
+"""
 
 import json
 import math

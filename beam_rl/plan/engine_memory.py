@@ -99,7 +99,7 @@ def _share(name: str, config: Mapping[str, Any], parallel: EngineParallel) -> in
 
 
 def _slots(config: Mapping[str, Any], parallel: EngineParallel, value_bytes: int, adapter: Adapter) -> float:
-    """One slot a module: A (rank, inputs) and B (outputs, rank); what the base splits, its side of the adapter splits too."""
+    """One slot a module: A (rank, inputs) and B (outputs, rank); where the base is split, that side is split too."""
     return sum(value_bytes * _slot(module, parallel) for module in adapter_modules(adapter, config)) / parallel.pp
 
 
@@ -115,7 +115,7 @@ def _slot(module: AdapterModule, parallel: EngineParallel) -> float:
 
 
 def _step(config: Mapping[str, Any], parallel: EngineParallel, value_bytes: int, seqs: int, tokens: int) -> int:
-    """The experts' three buffers (each token top-k times), some copies of the residual stream, FP32 logits of the sampler."""
+    """The experts' three buffers (each token top-k times), copies of the residual stream, the sampler's FP32 logits."""
     hidden, top_k = config["hidden_size"], config["num_experts_per_tok"]
     width = config["moe_intermediate_size"] / (1 if parallel.ep > 1 else parallel.tp * parallel.dp)
     experts = tokens * top_k * value_bytes * (hidden + 3 * width)

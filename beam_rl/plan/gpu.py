@@ -16,7 +16,9 @@ from beam_rl.plan.memory import Bytes
 
 GPU_LIBRARIES_BYTES = int(1.5 * GIB)  # a process's CUDA context, NCCL's buffers, cuBLAS's workspaces
 CPU_RANK_BYTES = 940_000_000  # resident in a trainer rank without a model, measured: torch, Megatron, Ray
-CPU_BF16_BYTES = 850_000_000  # more in BF16, measured: oneDNN keeps what it compiled for the last 1024 shapes of a product
+CPU_BF16_BYTES = (
+    850_000_000  # more in BF16, measured: oneDNN keeps what it compiled for the last 1024 shapes of a product
+)
 CPU_WORKER_BYTES = 1_700_000_000  # in an engine before it has a model: vLLM and what it compiles
 LOGIT_BYTES = {True: 10, False: 8}  # of a logit in BF16, in FP32: `megatron.logprobs.workspace_bytes`
 CPU_BF16_LOGIT_BYTES = 14

@@ -115,9 +115,7 @@ def at_start(shape: RankShape, replicas: Replicas, kind: OptimizerKind) -> Bytes
 
 def at_sync(shape: RankShape, bucket_bytes: int, largest_bytes: int) -> Bytes:
     """The trainer's part of a sync: weights, two buckets, one tensor gathered whole."""
-    return Bytes(
-        weights=weight_bytes(shape), adapters=adapter_bytes(shape), buffers=2 * bucket_bytes + largest_bytes
-    )
+    return Bytes(weights=weight_bytes(shape), adapters=adapter_bytes(shape), buffers=2 * bucket_bytes + largest_bytes)
 
 
 def waiting_bytes(shape: RankShape, replicas: Replicas, kind: OptimizerKind) -> int:

@@ -6,6 +6,7 @@ about bytes.
 """
 
 import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -67,8 +68,8 @@ def shapes_of_layouts(
     config: Mapping[str, Any], layouts: Sequence[Parallel], dtype: str, adapter: Adapter | None
 ) -> list[list[RankShape]]:
     """The same for several layouts, in the time that one takes to start."""
-    order = {"config": dict(config), "layouts": [parallel.model_dump() for parallel in layouts], "dtype": dtype}
-    order["adapter"] = asdict(adapter) if adapter else None
+    order: dict[str, Any] = {"config": dict(config), "dtype": dtype, "adapter": asdict(adapter) if adapter else None}
+    order["layouts"] = [parallel.model_dump() for parallel in layouts]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "beam_rl.plan.model_shapes"],
@@ -90,7 +91,7 @@ def shapes_of_layouts(
 
 
 def _from_plain(shape: dict[str, Any]) -> RankShape:
-    return RankShape(**shape | {"held": tuple(Held(**held) for held in shape["held"])})
+    return RankShape(tuple(Held(**held) for held in shape.pop("held")), **shape)
 
 
 # --- in the process that builds ---------------------------------------------------------------------------
@@ -157,7 +158,9 @@ def shape_of(chunks: "Sequence[BeamModel]") -> RankShape:
     counts: dict[Held, int] = {}
     largest = adapter = 0
     for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
-        projection = any(f"linear_{part}." in name for part in ("qkv", "proj", "fc1", "fc2")) and ".adapter." not in name
+        projection = (
+            any(f"linear_{part}." in name for part in ("qkv", "proj", "fc1", "fc2")) and ".adapter." not in name
+        )
         expert = ".experts." in name
         kind = Held(expert, parameter.requires_grad, names[parameter.dtype], projection, 0)
         counts[kind] = counts.get(kind, 0) + parameter.numel()
@@ -169,12 +172,13 @@ def shape_of(chunks: "Sequence[BeamModel]") -> RankShape:
 
 
 def _main() -> None:
-    """Reads an order from stdin; prints, for each layout, the shape of one rank of each stage: within a stage all are alike."""
+    """Reads an order from stdin; prints one rank's shape for each layout and stage: within a stage all are alike."""
     order = json.loads(sys.stdin.read())
     adapter = order["adapter"] and Adapter(**order["adapter"] | {"targets": tuple(order["adapter"]["targets"])})
     from beam_rl.megatron import compat
 
     compat.install()
+    gc.disable()  # a quarter of the time would go into looking through modules that reference counts free
     found = []
     for layout in order["layouts"]:
         parallel, shapes = Parallel(**layout), []

@@ -63,7 +63,10 @@ class Plan:
 
 
 def make_plan(
-    recipe: Recipe, shares: times.Shares | None = None, lengths: NDArray[np.float64] | None = None, case: Case | None = None
+    recipe: Recipe,
+    shares: times.Shares | None = None,
+    lengths: NDArray[np.float64] | None = None,
+    case: Case | None = None,
 ) -> Plan:
     """The plan of a recipe.
 
@@ -117,19 +120,19 @@ def _missing_nodes(case: Case) -> Iterator[Problem]:
 
 
 def _gpu_problems(case: Case, ranks: Sequence[Place], engines: Sequence[Place]) -> Iterator[Problem]:
-    """The fullest rank at each moment; a KV cache that vLLM would refuse is another matter."""
+    """The fullest GPU at each moment, and for each key the worst; a KV cache that vLLM would refuse is another matter."""
     if not case.on_gpus:
         return  # all share one host, which has a problem of its own
-    for moment in ("start", "update", "sync", "rollout"):
+    worst: dict[str, tuple[int, str]] = {}
+    for moment, when in MOMENTS.items():
         places = [place for place in [*ranks, *engines] if moment in place.moments]
         place = max(places, key=lambda p: p.moments[moment].total, default=None)
         if place is None or (over := place.moments[moment].total - place.limit) <= 0:
             continue
         key, advice = _key_for(case, moment, place)
-        needs = gib(place.moments[moment].total)
-        yield Problem(
-            key, f"{place.name} needs {needs} of {gib(place.limit)} {MOMENTS[moment]}, {gib(over)} too much: {advice}"
-        )
+        needs = f"{place.name} needs {gib(place.moments[moment].total)} of {gib(place.limit)} {when}"
+        worst[key] = max(worst.get(key, (0, "")), (over, f"{needs}, {gib(over)} too much: {advice}"))
+    yield from (Problem(key, message) for key, (_, message) in worst.items())
 
 
 MOMENTS = {
@@ -155,7 +158,10 @@ def _key_for(case: Case, moment: str, place: Place) -> tuple[str, str]:
     if largest == "activations" and trainer.recompute != "full":
         return "trainer.recompute", "full would keep each layer's input alone"
     if largest == "activations":
-        return "trainer.token_budget", f"lower it (the longest sample has {case.longest}), or raise trainer.parallel.tp or cp"
+        return (
+            "trainer.token_budget",
+            f"lower it (the longest sample has {case.longest}), or raise trainer.parallel.tp or cp",
+        )
     if largest == "optimizer" and trainer.optimizer.offload == "none":
         return "trainer.optimizer.offload", "cpu or nvme would take Adam's state off the GPU"
     return _spread(case, "its part of the model is too large")
@@ -249,4 +255,10 @@ def _notes(case: Case) -> list[str]:
 def gib(nbytes: float) -> str:
     """For people."""
     size = abs(nbytes) / GIB
-    return f"{nbytes / GIB:,.0f} GiB" if size >= 100 else f"{nbytes / GIB:.1f} GiB" if size >= 1 else f"{nbytes / 2**20:.0f} MiB"
+    return (
+        f"{nbytes / GIB:,.0f} GiB"
+        if size >= 100
+        else f"{nbytes / GIB:.1f} GiB"
+        if size >= 1
+        else f"{nbytes / 2**20:.0f} MiB"
+    )

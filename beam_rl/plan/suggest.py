@@ -17,7 +17,7 @@ from beam_rl.plan.plan import Plan, make_plan
 from beam_rl.plan.times import Shares
 from beam_rl.recipe.tree import Parallel, Recipe
 
-TRIES = 16  # layouts that the real model is built for
+TRIES = 8  # layouts that the real model is built for
 SIZES = (1, 2, 4, 8, 16, 32)
 RECOMPUTE = ("none", "selective", "full")
 
@@ -58,7 +58,7 @@ def _ordered(case: Case) -> Iterator[Parallel]:
         if not check_layout(case.config, parallel, case.adapter):
             candidates.append(parallel)
     # First those that hold every expert once, whose tokens stay within a node.
-    yield from sorted(candidates, key=lambda p: (-p.ep * p.pp, p.ep * p.etp > per_node, p.tp * p.pp))
+    yield from sorted(candidates, key=lambda p: (-p.ep * p.pp, p.ep * p.etp > per_node, -p.ep, p.tp))
 
 
 def _with(recipe: Recipe, parallel: Parallel, recompute: str) -> Recipe:

@@ -20,7 +20,9 @@ def show(plan: Plan, console: Console | None = None) -> None:
     machine, case = plan.case.machine, plan.case
     where = f"{case.nodes} × {case.recipe.cluster.gpus_per_node or machine.gpus_per_node} {machine.name}"
     console.print(f"{case.recipe.name}: {case.model.source}")
-    console.print(f"on {where}, {case.placement}" if case.on_gpus else f"on this machine ({machine.name}), without a GPU")
+    console.print(
+        f"on {where}, {case.placement}" if case.on_gpus else f"on this machine ({machine.name}), without a GPU"
+    )
     for places in _alike([*plan.ranks, *plan.engines]):
         console.print(_memory(places, "GPU" if case.on_gpus else "process"))
     console.print(_node(plan))
@@ -107,7 +109,9 @@ def show_timelines(timelines: Sequence[Timeline], console: Console | None = None
 def show_suggestions(suggestions: Sequence[Suggestion], console: Console | None = None) -> None:
     console = console or Console(highlight=False, soft_wrap=True)
     if not suggestions:
-        console.print("no layout of this many GPUs fits: more nodes, or trainer.optimizer.offload and trainer.recompute")
+        console.print(
+            "no layout of this many GPUs fits: more nodes, or trainer.optimizer.offload and trainer.recompute"
+        )
         return
     console.print("layouts that fit, the quickest first")
     for s in suggestions:

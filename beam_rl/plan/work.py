@@ -38,5 +38,3 @@ def forward_flops(work: Work, tokens: float, mean_length: float) -> float:
     """Multiplications and additions counted one by one; windowed layers see their window, others half of the sample."""
     seen = work.attention * mean_length / 2 + work.windowed * min(work.window, mean_length / 2)
     return tokens * (2 * work.active + seen)
-
-
