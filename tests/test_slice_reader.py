@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 def sliced(folder: Path, part: Part) -> torch.Tensor:
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            if part.name in opened.keys():
+            if part.name in set(opened.keys()):
                 whole = opened.get_slice(part.name)
                 rows = slice(part.rows.start, part.rows.stop)
                 if part.columns is None:

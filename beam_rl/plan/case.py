@@ -169,8 +169,8 @@ def machine_of(recipe: Recipe) -> tuple[Hardware, bool]:
             f"cluster.gpu is missing: the plan does not know this machine's {gpus[0].name}; name one of {', '.join(table)}, "
             "or describe it in a YAML file that cluster.hardware names"
         )
-    here = dict(hbm_bytes=gpus[0].total_mib * 2**20, gpus_per_node=len(gpus), host_bytes=host_memory())
-    return replace(known, **here), True
+    memory = gpus[0].total_mib * 2**20
+    return replace(known, hbm_bytes=memory, gpus_per_node=len(gpus), host_bytes=host_memory()), True
 
 
 def this_cpu() -> Hardware:

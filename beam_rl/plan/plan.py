@@ -114,7 +114,7 @@ def _missing_nodes(case: Case) -> Iterator[Problem]:
         yield Problem(
             "cluster.nodes",
             f"{case.nodes} are needed, and there are {cluster.nodes}: {case.recipe.trainer.parallel.ranks} ranks and "
-            f"{r.engines} engines of {r.parallel.workers}, {case.placement}; use more nodes, or lower trainer.parallel.dp or "
+            f"{r.engines} engines of {r.parallel.workers}, {case.placement}; use more, or lower trainer.parallel.dp or "
             "rollout.engines",
         )
 
@@ -160,7 +160,7 @@ def _key_for(case: Case, moment: str, place: Place) -> tuple[str, str]:
     if largest == "activations":
         return (
             "trainer.token_budget",
-            f"lower it (the longest sample has {case.longest}), or raise trainer.parallel.tp or cp",
+            f"lower it (a sample has up to {case.longest}), or raise trainer.parallel.tp or cp",
         )
     if largest == "optimizer" and trainer.optimizer.offload == "none":
         return "trainer.optimizer.offload", "cpu or nvme would take Adam's state off the GPU"
@@ -224,15 +224,15 @@ def _node_problems(case: Case, node: host.Node, nvme: int, ranks: Sequence[Place
             key, advice = _key_for(case, fullest.fullest, fullest)
         yield Problem(
             key,
-            f"a node's host memory would hold {gib(node.host)} of {gib(machine.host_bytes)}, {gib(over)} too much, most of it "
-            f"for {largest.replace('_', ' ')}: {advice}",
+            f"a node's host memory would hold {gib(node.host)} of {gib(machine.host_bytes)}, {gib(over)} too much, most "
+            f"of it for {largest.replace('_', ' ')}: {advice}",
         )
     if (over := nvme - machine.nvme_bytes) > 0:
         key = "trainer.optimizer.nvme.moments" if moments == "fp32" else "cluster.nodes"
         yield Problem(
             key,
-            f"a node's NVMe would hold {gib(nvme)} of {gib(machine.nvme_bytes)}, {gib(over)} too much: moments in bf16, or more "
-            "nodes, take less on each",
+            f"a node's NVMe would hold {gib(nvme)} of {gib(machine.nvme_bytes)}, {gib(over)} too much: bf16 "
+            "moments, or more nodes, take less on each",
         )
 
 
