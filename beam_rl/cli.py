@@ -15,6 +15,7 @@ from beam_rl import interrupts
 from beam_rl.bench import BENCHES
 from beam_rl.credentials import hide
 from beam_rl.errors import InputError
+from beam_rl.plan import command as plan_command
 
 if TYPE_CHECKING:
     from beam_rl.megatron.settings import ExportForm
@@ -28,6 +29,8 @@ class Command(typer.core.TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.Exit:  # a command's own end, which has said all there is to say
+            raise
         except KeyboardInterrupt:
             leave(130, "interrupted")
         except Exception as error:
@@ -75,7 +78,9 @@ def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/<name>")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved recipe, and the plan on stderr; start nothing.")
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(metavar="[auto|PATH]", help="Go on from the run's last checkpoint, or from the one at PATH."),
@@ -87,10 +92,12 @@ def train(
     resolved = load(recipe, overrides or ())
     if dry_run:
         typer.echo(dump(resolved), nl=False)
+        plan_command.show_for(resolved)
         return
     from beam_rl.start import run_training
 
     interrupts.install(resolved.checkpoint.grace_s)
+    plan_command.refuse_if_too_large(resolved)
     try:
         run_training(resolved, out or Path("runs") / resolved.name, resume)
     except interrupts.Interrupted as end:
@@ -223,6 +230,30 @@ def tiny(
         except ValueError as e:
             raise InputError(str(e)) from None
     typer.echo(f"written to {out}: {report.summary}")
+
+
+@app.command(cls=Command)
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    suggest: Annotated[bool, typer.Option("--suggest", help="Also search for layouts that fit.")] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Also simulate the three paces.")] = False,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Response lengths of this run's samples, instead of made-up ones."),
+    ] = None,
+    bench: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A result of `bench sync` or `bench nvme` --json; repeatable."),
+    ] = None,
+) -> None:
+    """Say what RECIPE needs of its machines (`cluster.gpu`, or this one), in bytes and seconds, before anything starts.
+
+    Ends with 1 if it does not fit; each problem names the key to turn.
+    """
+    if not plan_command.run(recipe, overrides or (), as_json, suggest, simulate, lengths, bench or ()):
+        raise typer.Exit(1)
 
 
 @app.command(cls=Command)

@@ -46,16 +46,13 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     check_verifier(recipe.verifier)
     path = find_model(recipe, display)
     config = check_beam(path)
-    adapter = adapter_for(recipe, path)
-    scheme_for(recipe, path)
+    check_config_for(recipe, config)
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
         raise InputError(f"model.path = {path}: no tokenizer that can be read ({str(e).splitlines()[0]})") from None
-    for problem in (*check_layout(config, recipe.trainer.parallel, adapter), *check_length(config, recipe)):
-        raise InputError(problem)
     longest, data = recipe.data.max_prompt_tokens, recipe.data
     train = PromptStream.open(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, "data.train")
     notes = [f"{data.train.path}: {len(train)} prompts to train on ({train.counts})"]
@@ -126,7 +123,15 @@ def start_note(path: Path) -> list[str]:
 
 
 def check_beam(path: Path) -> dict[str, Any]:
-    """The checkpoint's config.json, if it is Beam's."""
+    """The config.json of a checkpoint of Beam's that has weights."""
+    config = check_config(path)
+    if not list(path.glob("*.safetensors")):
+        raise InputError(f"model.path = {path}: has no .safetensors files")
+    return config
+
+
+def check_config(path: Path) -> dict[str, Any]:
+    """The config.json in that folder, if it is Beam's."""
     file = path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -140,16 +145,17 @@ def check_beam(path: Path) -> dict[str, Any]:
     for key, wanted in UNSUPPORTED.items():
         if config.get(key, wanted) != wanted:
             raise InputError(f"{file}: {key} = {config[key]}: only {wanted} is supported")
-    if not list(path.glob("*.safetensors")):
-        raise InputError(f"model.path = {path}: has no .safetensors files")
     return config
 
 
 def adapter_for(recipe: Recipe, model_path: Path) -> Adapter | None:
     """The adapter that the recipe trains on that checkpoint; InputError if its rank does not fit, None for all weights."""
+    return _adapter(recipe, json.loads((model_path / "config.json").read_text(encoding="utf-8")))
+
+
+def _adapter(recipe: Recipe, config: dict[str, Any]) -> Adapter | None:
     if recipe.model.lora is None:
         return None
-    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     try:
         return adapter_of(recipe.model.lora, config["num_experts_per_tok"])
     except ValueError as e:
@@ -159,9 +165,13 @@ def adapter_for(recipe: Recipe, model_path: Path) -> Adapter | None:
 def scheme_for(recipe: Recipe, model_path: Path) -> Scheme | None:
     """Which of that checkpoint's weights engines have in MXFP8, None where none is; InputError if some rank's or worker's
     part of a weight is no whole number of blocks."""
+    return _scheme(recipe, json.loads((model_path / "config.json").read_text(encoding="utf-8")))
+
+
+def _scheme(recipe: Recipe, config: dict[str, Any]) -> Scheme | None:
     if recipe.rollout_precision != "mxfp8":
         return None
-    hf = SimpleNamespace(**json.loads((model_path / "config.json").read_text(encoding="utf-8")))
+    hf = SimpleNamespace(**config)
     kept, engine, trainer = recipe.trainer.mxfp8, recipe.rollout.parallel, recipe.trainer.parallel
     split = {"rollout.precision": (engine.tp, 1 if engine.ep > 1 else engine.tp)}
     if recipe.trainer.precision == "mxfp8":
@@ -172,6 +182,14 @@ def scheme_for(recipe: Recipe, model_path: Path) -> Scheme | None:
         except ValueError as e:
             raise InputError(f"{key} = mxfp8: {e}") from None
     return scheme
+
+
+def check_config_for(recipe: Recipe, config: dict[str, Any]) -> tuple[Adapter | None, Scheme | None]:
+    """What the recipe trains and quantizes of a model with this config.json; InputError for the first that does not fit."""
+    adapter, scheme = _adapter(recipe, config), _scheme(recipe, config)
+    for problem in (*check_layout(config, recipe.trainer.parallel, adapter), *check_length(config, recipe)):
+        raise InputError(problem)
+    return adapter, scheme
 
 
 def start_adapter(recipe: Recipe) -> str | None:

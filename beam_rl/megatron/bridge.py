@@ -15,7 +15,6 @@ from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
     ColumnParallelMapping,
     GatedMLPMapping,
     MegatronParamMapping,
@@ -103,43 +102,47 @@ class BeamBridge(MegatronModelBridge):
         return tasks  # a trainer among many writes no progress bars
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        here, there = "decoder.layers.*.", "model.layers.*."
-        hf = self.hf_config
-        replicated = {
-            "input_layernorm.weight": "input_layernorm.weight",
-            "self_attn_bda.norm.weight": "post_attention_layernorm.weight",
-            "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
-            "mlp_bda.norm.weight": "post_feedforward_layernorm.weight",
-            "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-            "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-            "mlp.router.weight": "mlp.gate.weight",
-            "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-        }
-        mappings: list[Any] = [ReplicatedMapping(here + a, there + b) for a, b in replicated.items()]
-        mappings += [
-            AutoMapping("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-            AutoMapping("output_layer.weight", "lm_head.weight"),
-            ReplicatedMapping("decoder.final_layernorm.weight", "model.norm.weight"),
-            RowParallelMapping(here + "self_attention.linear_proj.weight", there + "self_attn.o_proj.weight"),
-            ColumnParallelMapping(here + "self_attention.gate_bias", there + "self_attn.gate_bias"),
-            QKVGateMapping(
-                here + "self_attention.linear_qkv.weight",
-                {name: there + f"self_attn.{name}_proj.weight" for name in QKVG},
-                hf.num_attention_heads,
-                hf.num_key_value_heads,
-                hf.head_dim,
-            ),
-        ]
-        # Dense; experts one by one (CPU); grouped experts (Transformer Engine), which carry their number last.
-        for ours, theirs in (
-            ("mlp.{}.weight", "mlp.{}.weight"),
-            ("mlp.experts.local_experts.*.{}.weight", "mlp.experts.*.{}.weight"),
-            ("mlp.experts.{}.weight*", "mlp.experts.*.{}.weight"),
-        ):
-            gate, up, down = (there + theirs.format(f"{name}_proj") for name in ("gate", "up", "down"))
-            mappings.append(GatedMLPMapping(here + ours.format("linear_fc1"), gate, up))
-            mappings.append(RowParallelMapping(here + ours.format("linear_fc2"), down))
-        return MegatronMappingRegistry(*mappings)
+        return beam_mappings(self.hf_config)
+
+
+def beam_mappings(hf: Any) -> MegatronMappingRegistry:
+    """Every parameter of Megatron's Beam and the tensors that it is made of; `hf` is transformers' BeamConfig."""
+    here, there = "decoder.layers.*.", "model.layers.*."
+    replicated = {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "self_attn_bda.norm.weight": "post_attention_layernorm.weight",
+        "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
+        "mlp_bda.norm.weight": "post_feedforward_layernorm.weight",
+        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "mlp.router.weight": "mlp.gate.weight",
+        "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    }
+    mappings: list[Any] = [ReplicatedMapping(here + a, there + b) for a, b in replicated.items()]
+    mappings += [
+        ColumnParallelMapping("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        ColumnParallelMapping("output_layer.weight", "lm_head.weight"),
+        ReplicatedMapping("decoder.final_layernorm.weight", "model.norm.weight"),
+        RowParallelMapping(here + "self_attention.linear_proj.weight", there + "self_attn.o_proj.weight"),
+        ColumnParallelMapping(here + "self_attention.gate_bias", there + "self_attn.gate_bias"),
+        QKVGateMapping(
+            here + "self_attention.linear_qkv.weight",
+            {name: there + f"self_attn.{name}_proj.weight" for name in QKVG},
+            hf.num_attention_heads,
+            hf.num_key_value_heads,
+            hf.head_dim,
+        ),
+    ]
+    # Dense; experts one by one (CPU); grouped experts (Transformer Engine), which carry their number last.
+    for ours, theirs in (
+        ("mlp.{}.weight", "mlp.{}.weight"),
+        ("mlp.experts.local_experts.*.{}.weight", "mlp.experts.*.{}.weight"),
+        ("mlp.experts.{}.weight*", "mlp.experts.*.{}.weight"),
+    ):
+        gate, up, down = (there + theirs.format(f"{name}_proj") for name in ("gate", "up", "down"))
+        mappings.append(GatedMLPMapping(here + ours.format("linear_fc1"), gate, up))
+        mappings.append(RowParallelMapping(here + ours.format("linear_fc2"), down))
+    return MegatronMappingRegistry(*mappings)
 
 
 class BeamCheckpoint:
@@ -156,8 +159,13 @@ class BeamCheckpoint:
                 raise InputError(f"model.path = {path}: the checkpoint {what} {min(names)} ({len(names)} such tensors)")
 
     def load_into(self, chunks: Sequence[BeamModel]) -> None:
-        """Fills the chunks of the model that this rank holds; every rank calls it."""
-        self._bridge.load_hf_weights(list(chunks))
+        """Fills the chunks of the model that this rank holds, which have no adapter, from the slices of the files that they
+        are. The ranks need not call it together."""
+        from beam_rl.megatron.slice_reader import SafetensorsFolder
+        from beam_rl.megatron.slices import targets_of
+
+        targets = targets_of(chunks, self.config)
+        SafetensorsFolder(self.folder).read_into((target.tensor, target.slices) for target in targets)
 
     def tensors_of(self, chunks: Sequence[BeamModel]) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors under this checkpoint's names; every rank gets them all, one after the other.

@@ -328,6 +328,18 @@ class Cluster(Section):
         "default: colocated for rollout.pace = synchronous, where half of the GPUs would idle otherwise",
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(600.0, description="until trainer and engines are ready")
+    gpu: str | None = Field(
+        None,
+        description="the machines of the plan: H100, H200, B200, GB300 or one of cluster.hardware; a run that can't fit them "
+        "is refused; default: this machine, as it is",
+    )
+    nodes: Positive | None = Field(
+        None, description="nodes of the cluster, for the plan; default: as many as are needed"
+    )
+    gpus_per_node: Positive | None = Field(None, description="for the plan; default: as cluster.gpu usually has")
+    hardware: str | None = Field(
+        None, description="a YAML file with machines that the plan does not know, or knows otherwise (docs/plan.md)"
+    )
 
 
 class Parity(Section):

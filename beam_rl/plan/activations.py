@@ -1,0 +1,140 @@
+"""What a micro-batch's activations take on a rank: the tensors that autograd keeps, op by op, of the model as it is written.
+
+Pure functions of sizes. The counts follow `megatron/model.py`, `attention.py` and `logprobs.py`: a norm keeps its input
+and the normalized values in FP32, an expert's row its input, both halves of its first product, SiLU, the product and the
+output. `tests/test_plan_memory.py` compares them with what a real update has alive. Knows nothing about recipes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FP32 = 4
+EXPERT_IMBALANCE = 1.3  # the busiest expert-parallel rank's tokens over the mean; there is no capacity limit
+ROUTER_BYTES = 20  # a token and expert: scores, weights, and the rows' places
+HELD_BESIDE = 2  # layers' inputs that a pipeline stage has in send and receive buffers
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model on one rank: what tensor parallelism splits is divided already."""
+
+    hidden: int
+    queries: int  # heads · head_dim
+    keys: int  # KV heads · head_dim
+    dense: int  # a dense MLP's width
+    expert: int  # an expert's width
+    experts: int  # of the whole layer
+    top_k: int
+    vocabulary: int
+    value_bytes: int  # of an activation
+    stacked: bool  # attention without Transformer Engine
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one micro-batch."""
+
+    stream: float  # on the residual stream of a rank: a part of the pack with sequence or context parallelism
+    attended: float  # whose attention and dense MLP the rank computes a part of
+    routed: float  # rows that the rank's experts get, a token's top-k counted one by one
+    scored: float  # whose log-probabilities the rank computes
+
+
+def norm(width: int) -> int:
+    """Bytes a token that RMSNorm keeps, whatever the model's dtype: its input in FP32 and the normalized values."""
+    return 2 * FP32 * width
+
+
+def attention(sizes: Sizes, tokens: Tokens) -> float:
+    """Kept between the layer's input and the first residual add, both norms included."""
+    v, h, q, k = sizes.value_bytes, sizes.hidden, sizes.queries, sizes.keys
+    on_stream = norm(h) + v * h + norm(h)
+    projected = v * (2 * q + 2 * k)  # one matrix, of which values are views
+    normed = norm(q) + (norm(k) if v < FP32 else FP32 * k)  # FP32 keys are views of it, too
+    core = v * (q + k) + v * q  # with positions, and the output
+    if sizes.stacked:  # without Transformer Engine samples are padded and stacked, and the output is taken apart again
+        core += v * (q + 2 * k) + v * q
+    gated = 2 * v * q
+    return tokens.stream * on_stream + tokens.attended * (projected + normed + core + gated)
+
+
+def gated_mlp(sizes: Sizes, width: int) -> int:
+    """Bytes a row between a SwiGLU's input and its output: SiLU's input and output, the other half, the rounded product."""
+    v = sizes.value_bytes
+    first = v * 2 * width if v == FP32 else FP32 * width  # the first product itself, or its half made FP32
+    return first + FP32 * width + 2 * v * width
+
+
+def feed_forward_input(sizes: Sizes, tokens: Tokens) -> float:
+    """The norm before an MLP, whose output goes in, and the one after it."""
+    return tokens.stream * (2 * norm(sizes.hidden) + sizes.value_bytes * sizes.hidden)
+
+
+def dense_mlp(sizes: Sizes, tokens: Tokens) -> float:
+    return tokens.attended * gated_mlp(sizes, sizes.dense)
+
+
+def experts(sizes: Sizes, tokens: Tokens) -> float:
+    """The router in FP32, and each routed row's input, inside and output."""
+    v, h = sizes.value_bytes, sizes.hidden
+    router = tokens.stream * ((FP32 * h if v < FP32 else 0) + ROUTER_BYTES * sizes.experts)
+    return router + tokens.routed * (2 * v * h + gated_mlp(sizes, sizes.expert))
+
+
+def backward_peak(sizes: Sizes, tokens: Tokens, sparse: bool) -> float:
+    """Gradients alive at one time beside what is kept: of experts' weighted outputs, which are FP32, or of an MLP's inside,
+    and some of the residual stream's in FP32."""
+    v, h = sizes.value_bytes, sizes.hidden
+    stream = tokens.stream * 4 * FP32 * h
+    if sparse:
+        return stream + tokens.routed * (2 * FP32 + v) * h
+    return stream + tokens.attended * (2 * FP32 + v) * sizes.dense
+
+
+def head(sizes: Sizes, tokens: Tokens, chunk_tokens: int, trainable: bool, workspace_bytes: int) -> float:
+    """The final norm, the gathered hidden states and their gradient, the head's FP32 gradient, one chunk of logits."""
+    v, h = sizes.value_bytes, sizes.hidden
+    of_head = (FP32 + (v if v < FP32 else 0)) * sizes.vocabulary * h if trainable else 0
+    logits = min(chunk_tokens, tokens.scored) * sizes.vocabulary * workspace_bytes
+    return tokens.stream * norm(h) + tokens.scored * 2 * v * h + of_head + logits
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers that a rank holds."""
+
+    dense: int
+    sparse: int
+    in_flight: float  # micro-batches whose activations it keeps at one time, in units of all its layers
+    last: bool
+
+
+def peak(
+    sizes: Sizes,
+    tokens: Tokens,
+    stage: Stage,
+    recompute: Literal["none", "selective", "full"],
+    chunk_tokens: int,
+    head_trainable: bool,
+    workspace_bytes: int,
+) -> float:
+    """Bytes that a rank's activations take at most in an update."""
+    kinds = {True: stage.sparse, False: stage.dense}
+    inside = {True: experts(sizes, tokens), False: dense_mlp(sizes, tokens)}
+    around = attention(sizes, tokens) + feed_forward_input(sizes, tokens)
+    layer_input = tokens.stream * sizes.value_bytes * sizes.hidden
+    kept = {
+        "none": {sparse: around + inside[sparse] for sparse in kinds},
+        "selective": {sparse: around for sparse in kinds},
+        "full": {sparse: layer_input for sparse in kinds},
+    }[recompute]
+    again = {
+        "none": {sparse: 0.0 for sparse in kinds},
+        "selective": inside,
+        "full": {sparse: around + inside[sparse] for sparse in kinds},
+    }[recompute]
+    present = [sparse for sparse, count in kinds.items() if count]
+    held = stage.in_flight * sum(kinds[sparse] * kept[sparse] for sparse in present) + HELD_BESIDE * layer_input
+    layer = max((again[sparse] + backward_peak(sizes, tokens, sparse) for sparse in present), default=0.0)
+    of_head = head(sizes, tokens, chunk_tokens, head_trainable, workspace_bytes) if stage.last else 0.0
+    return held + max(layer, of_head)

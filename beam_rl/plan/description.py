@@ -1,0 +1,76 @@
+"""The shape of the model that a recipe names, without its weights: all that a plan needs of a checkpoint.
+
+A folder needs no more than its config.json; a small Beam is not made for it; of a hub id the config.json alone is asked for.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from beam_rl.errors import InputError
+from beam_rl.inputs import check_config
+from beam_rl.recipe.tree import Recipe
+
+BEAM_501B = "reflection/Beam-1.0-501B-A23B"
+BEAM_501B_POSITIONS = 2**20  # transformers' default is shorter than the published model's context
+
+
+@dataclass(frozen=True)
+class Description:
+    config: dict[str, Any]  # as config.json has it
+    source: str  # where it comes from, for people
+
+
+def describe(recipe: Recipe) -> Description:
+    """The model's config.json. InputError if there is none, or it is not Beam's."""
+    from beam_rl.tiny.sizes import SIZES
+
+    name = recipe.model.path
+    if name in SIZES:
+        from beam_rl.tiny.checkpoint import tiny_config
+
+        return Description(_plain(tiny_config(SIZES[name])), f"the {name} Beam")
+    if Path(name).is_dir():
+        return Description(check_config(Path(name)), str(Path(name).resolve() / "config.json"))
+    if os.sep in name and (name.startswith((".", os.sep)) or name.count("/") > 1):
+        raise InputError(f"model.path = {name}: no such folder")
+    return _from_hub(name, recipe.model.revision)
+
+
+def _from_hub(name: str, revision: str | None) -> Description:
+    """From the hub's cache, else (for the published model, whose shape transformers knows) without asking the hub at all."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        if not isinstance(cached, str) and name == BEAM_501B and revision is None:
+            return Description(beam_501b(), f"{name}, as transformers' BeamConfig describes it")
+        file = Path(cached if isinstance(cached, str) else hf_hub_download(name, "config.json", revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"model.path = {name}: neither a folder nor a model the hub can give ({reason})") from None
+    return Description(check_config(file.parent), f"{name}, config.json of the hub")
+
+
+def beam_501b() -> dict[str, Any]:
+    """The published model's config.json: the defaults of transformers' BeamConfig are its shape."""
+    from transformers import BeamConfig
+
+    config = BeamConfig(max_position_embeddings=BEAM_501B_POSITIONS, architectures=["BeamForCausalLM"])
+    return _plain(config)
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    """A folder with this config.json and nothing else; returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.json"
+    file.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return file
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """As it would be read back from a file."""
+    return json.loads(config.to_json_string(use_diff=False))
