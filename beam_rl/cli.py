@@ -108,23 +108,33 @@ def train(
 @app.command(cls=Command)
 def eval(
     source: Annotated[
-        Path, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, a run's folder, or one of its checkpoints.")
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A recipe file, a run's folder, one of its checkpoints, or an HF model's folder."
+        ),
     ],
     overrides: Overrides = None,
+    k: Annotated[
+        int | None, typer.Option("--k", help="Of pass@k, at most eval.samples_per_prompt, which is the default.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Sample the recipe's eval set and print avg@k and pass@k with their 95 % interval.
+    """Sample an eval set and print avg@k with its 95 % interval, and pass@k.
 
-    Of a run's folder the last checkpoint is evaluated, of a recipe the model it starts from.
+    Of a run's folder the last checkpoint is evaluated, of a recipe the model it starts from. An HF folder has no recipe:
+    give data.eval.path=FILE, and verifier.name or rollout.max_response_tokens where the defaults do not do.
+
+    avg@k is the mean score over all samples; its interval is the mean ± 1.96 standard errors of the prompts' means, so
+    it holds for other prompts of the kind. pass@k is the unbiased estimate, 1 − C(n − passed, k) / C(n, k) of n samples.
     """
     from beam_rl.start import run_evaluation
 
-    result = run_evaluation(source, overrides or ())
+    result = run_evaluation(source, overrides or (), k)
     if as_json:
         typer.echo(json.dumps(result))
         return
     interval = result["ci95"]
-    between = f" (95 % interval {interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
+    between = f" (95 % interval over prompts {interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
     typer.echo(
         f"{result['task']}: avg@{result['k']} {result['avg@k']:.1%}{between}, "
         f"pass@{result['k']} {result['pass@k']:.1%}, {result['prompts']} prompts"
@@ -151,6 +161,23 @@ def parity(
         show(comparison)
     if not comparison.within_bounds:
         raise typer.Exit(1)
+
+
+@app.command(cls=Command)
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The run's folder; several are compared.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page.", show_default="RUN/report.html, of several: compare.html in the first"),
+    ] = None,
+) -> None:
+    """Write one HTML page: curves with intervals, parity, where the time went, samples. It asks nothing of the network.
+
+    A run writes its own page too, at each evaluation and checkpoint.
+    """
+    from beam_rl.report.page import write_page
+
+    typer.echo(f"written to {write_page(runs, out)}")
 
 
 @app.command(cls=Command)

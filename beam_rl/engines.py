@@ -42,6 +42,7 @@ class Slot:
     state: Literal["starting", "fresh", "serving"] = "starting"  # fresh: it has started, without the version to serve
     load: int = 0  # requests that it has to answer
     restarts: int = 0
+    drafts: tuple[int, int] = (0, 0)  # tokens drafted and taken, as last looked at
     last_error: str = ""
     since: float = field(default_factory=time.monotonic)  # that its start was asked for
 
@@ -289,6 +290,23 @@ class Engines:
 
         self._wait(note())
 
+    def take_drafts(self) -> tuple[int, int]:
+        """Tokens that were drafted for the engines since the last call, and those of them that were taken."""
+
+        async def ask() -> list[int]:
+            serving = [slot for slot in self.slots if slot.state == "serving"]
+            asked = (_awaited(slot.actor.counters.remote()) for slot in serving)
+            new = [0, 0]
+            for slot, found in zip(serving, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+                if not isinstance(found, BaseException):  # else it is being lost
+                    now = found.drafted_tokens, found.accepted_tokens
+                    new = [total + n - before for total, n, before in zip(new, now, slot.drafts, strict=True)]
+                    slot.drafts = now
+            return new
+
+        drafted, accepted = self._wait(ask())
+        return drafted, accepted
+
     def take_counters(self) -> Counters:
         """What went wrong since the last call."""
         taken, self.counters = self.counters, Counters()
@@ -322,6 +340,7 @@ class Engines:
         if slot.seat.lost:
             slot.seat = slot.seat.elsewhere()
         slot.actor, slot.starting = self._new(slot.index, slot.seat)
+        slot.drafts = (0, 0)
         slot.since = time.monotonic()
         slot.state = "starting"  # last: other threads look at what a starting slot has
 
@@ -442,6 +461,8 @@ class Engines:
             parallel=r.parallel,
             devices=seat.devices,
             sleeps=self.seats.shared_gpus,
+            speculative=r.speculative,
+            extra=r.engine_args,
         )
 
 

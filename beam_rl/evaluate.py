@@ -1,14 +1,41 @@
 """Evaluation: avg@k and pass@k of the weights that the engines serve. The same seeds every time, so that steps compare."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from beam_rl.algorithms import evaluation
 from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Prompt, Request, sampling_seed
 from beam_rl.sampling import Judge, Sampler
 from beam_rl.verifiers import VerifyItem
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Every prompt's responses, judged."""
+
+    prompts: Sequence[Prompt]
+    items: list[VerifyItem]  # prompt by prompt, as many of each
+    scores: Tensor  # (prompts, samples)
+
+    def summary(self, k: int | None = None) -> evaluation.Evaluation:
+        """k: of pass@k; default: all samples of a prompt."""
+        return evaluation.evaluate(self.scores, k)
+
+    def records(self, decode: Callable[[Sequence[int]], str], shown: int) -> list[dict[str, object]]:
+        """A JSON object a prompt: the scores of its responses; of the first `shown` prompts also what was said."""
+        rows: list[dict[str, object]] = []
+        for i, (prompt, scores) in enumerate(zip(self.prompts, self.scores.tolist(), strict=True)):
+            row: dict[str, object] = {"row": prompt.row, "scores": scores}
+            if i < shown:
+                first = self.items[i * len(scores)]
+                row |= {"prompt": decode(prompt.token_ids), "answer": prompt.answer}
+                row |= {"text": first.response, "finish_reason": first.finish_reason}
+            rows.append(row)
+        return rows
 
 
 def evaluate(
@@ -18,7 +45,7 @@ def evaluate(
     decode: Callable[[Sequence[int]], str],
     recipe: Recipe,
     on_progress: Callable[[int], None] | None = None,
-) -> evaluation.Evaluation:
+) -> Answers:
     """Samples `eval.samples_per_prompt` responses for every prompt at `eval.temperature` and scores them."""
     k = recipe.eval.samples_per_prompt
     requests = [
@@ -41,4 +68,4 @@ def evaluate(
         for r in group
     ]
     scores = torch.tensor([v.score for v in verifier.score(items)], dtype=torch.float64)
-    return evaluation.evaluate(scores.view(-1, k))
+    return Answers(prompts, items, scores.view(-1, k))

@@ -18,6 +18,7 @@ from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.recipe.tree import DataSource, Recipe
 from beam_rl.samples import Prompt
 from beam_rl.step import Display, Phase
+from beam_rl.verifiers import check_verifier
 
 # Variants that Beam's config.json can name and Beam itself does not have.
 UNSUPPORTED = {"norm_topk_prob": True, "attention_bias": False, "tie_word_embeddings": False}
@@ -40,8 +41,9 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     Args:
         display: shows that a small checkpoint is being made.
     Raises:
-        InputError: a missing folder, a checkpoint that isn't Beam, data that can't serve.
+        InputError: a missing folder, a checkpoint that isn't Beam, data that can't serve, a reward that can't be loaded.
     """
+    check_verifier(recipe.verifier)
     path = find_model(recipe, display)
     config = check_beam(path)
     check_config_for(recipe, config)

@@ -1,4 +1,4 @@
-"""Ctrl-C and a scheduler's SIGTERM: the first ends a run where nothing is lost, the second ends it at once.
+"""Ctrl-C and a scheduler's SIGTERM: the first ends a run where nothing is lost, a second one later ends it at once.
 
 The first one raises `Interrupted` in the main thread; inside `held` at its end, or when a part of the grace time is used
 up. Knows nothing about checkpoints.
@@ -15,6 +15,8 @@ import psutil
 
 TO_END = 0.2  # the part of the grace time that is kept for ending the run's processes
 TO_HOLD = 0.5  # the part after which nothing is waited for any more; what is left between them is for saving
+# Ray and Slurm signal every process of a job: the run, and `uv run` above it, which hands the signal on to the run.
+ECHO_S = 0.5
 
 
 class Interrupted(KeyboardInterrupt):
@@ -39,13 +41,16 @@ class _Signals:
     def __init__(self) -> None:
         self.grace_s = 25.0
         self.first: int | None = None
+        self.echoes_end = 0.0  # time.monotonic()
         self.deadline = 0.0  # time.monotonic()
         self.holds = 0
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
+        if signum == self.first and time.monotonic() < self.echoes_end:
+            return
         if self.first is not None:
             end_at_once(signum)
-        self.first = signum
+        self.first, self.echoes_end = signum, time.monotonic() + ECHO_S
         self.deadline = time.monotonic() + self.grace_s * (1 - TO_END)
         if not self.holds:
             raise Interrupted(signum)

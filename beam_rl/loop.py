@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from beam_rl import flight
+from beam_rl.algorithms.evaluation import Evaluation, standard_error
 from beam_rl.algorithms.parity import logprob_gap
 from beam_rl.batch import StepBatch, build
 from beam_rl.cluster import Cluster
@@ -134,6 +135,8 @@ class Loop:
         )
         batch = build(rollout.groups, self.recipe, self.inputs.num_experts)
         step.log(rollout_metrics(rollout, batch, step.number) | self.engine_metrics())
+        if self.recipe.rollout.speculative is not None:
+            step.log(draft_metrics(*self.engines.take_drafts(), step.number))
         with step.phase("handing the GPUs over", "turn"):
             self.turns.to_trainer()
         with self.traced(step.number):
@@ -199,6 +202,8 @@ class Loop:
         with held():
             self.report.step(step.number, step.close())
             self.state.unreported = None
+        if self.eval_score is not None:
+            self.report.refresh()
 
     def mend(self) -> None:
         """For while the trainer rests: engines that were lost and started anew get its weights."""
@@ -253,10 +258,12 @@ class Loop:
         samples = len(self.inputs.eval_prompts) * self.recipe.eval.samples_per_prompt
         with step.phase("evaluating", "eval", samples) as phase:
             parts = (self.inputs.eval_prompts, self.engines, self.verifier, self.inputs.decode, self.recipe)
-            scores = attend(beside(lambda: evaluate(*parts, phase.advance)), self.mend)
+            answers = attend(beside(lambda: evaluate(*parts, phase.advance)), self.mend)
         self.engines.forget_prefixes()  # a resumed run has not evaluated, and must sample the same
-        task, k = self.inputs.eval_task, self.recipe.eval.samples_per_prompt
-        step.log({eval_metric(task, "avg", k): scores.avg, eval_metric(task, "pass", k): scores.pass_rate})
+        shown = self.recipe.logging.samples_per_step
+        self.run.log_evaluation(step.number, answers.records(self.inputs.decode, shown))
+        scores = answers.summary()
+        step.log(evaluation_metrics(scores, self.inputs.eval_task))
         self.eval_score = scores.avg
 
     def save_if(self, due: bool, timeout_s: float | None = None) -> None:
@@ -267,6 +274,7 @@ class Loop:
             rest = partial(flight.save, self.under_way)
             self.turns.to_trainer()
             self.saver.save(self.state.step, rest, asdict(self.state), self.eval_score, timeout_s)
+        self.report.refresh()
 
     @contextlib.contextmanager
     def saved_if_cut_short(self) -> Iterator[None]:
@@ -318,6 +326,7 @@ def rollout_metrics(rollout: Rollout, batch: StepBatch, step: int) -> dict[str, 
             f"step {step}: rollout.routing_replay is on, and not one sample came with the routes of all its tokens "
             f"({batch.missing_rows} rows are missing or invalid)"
         )
+    error = standard_error(torch.tensor([[s.reward for s in g.samples] for g in rollout.groups]).mean(1))
     metrics = {
         "reward/mean": sum(s.reward for s in kept) / len(kept),
         "rollout/tokens": rollout.tokens,
@@ -329,7 +338,29 @@ def rollout_metrics(rollout: Rollout, batch: StepBatch, step: int) -> dict[str, 
         "verifier/timeouts": rollout.timeouts,
         "verifier/errors": rollout.errors,
     }
+    metrics |= {} if error is None else {"reward/stderr": error}
     return metrics | ({"replay/missing_rows": batch.missing_rows} if batch.replay else {})
+
+
+def evaluation_metrics(scores: Evaluation, task: str) -> dict[str, float]:
+    """avg@k with the ends of its interval, which a single prompt does not have, and pass@k."""
+    found = {eval_metric(task, "avg", scores.k): scores.avg, eval_metric(task, "pass", scores.k): scores.pass_rate}
+    if scores.ci95:
+        found |= {
+            eval_metric(task, "low", scores.k): scores.ci95[0],
+            eval_metric(task, "high", scores.k): scores.ci95[1],
+        }
+    return found
+
+
+def draft_metrics(drafted: int, accepted: int, step: int) -> dict[str, float]:
+    """What speculative decoding did. StepError if it did nothing."""
+    if not drafted:
+        raise StepError(
+            f"step {step}: rollout.speculative is on, and the engines drafted not one token; ngram drafts what repeats: "
+            "give it a smaller options.prompt_lookup_min, or leave rollout.speculative out"
+        )
+    return {"rollout/drafted": drafted, "rollout/draft_acceptance": accepted / drafted}
 
 
 def replay_metrics(scores: Scores, batch: StepBatch, step: int) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """A run's folder: what a run leaves behind, complete or absent, never half.
 
-    recipe.yaml · metrics.jsonl · samples/step_N.jsonl · checkpoints/step_N/ · adapters/step_N/ · log.txt
+    recipe.yaml · metrics.jsonl · samples/step_N.jsonl · samples/eval/step_N.jsonl · checkpoints/step_N/ ·
+    adapters/step_N/ · report.html · log.txt
 
 Whatever moment the process is killed at or the disk fills up, the folder can be opened again and holds the last
 complete checkpoint with the metrics up to it. Knows nothing about what a checkpoint contains: the caller writes into a
@@ -182,6 +183,11 @@ class Run:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_file(self.folder / "samples" / f"step_{step}.jsonl", text)
 
+    def log_evaluation(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Writes samples/eval/step_N.jsonl, one object a held-out prompt."""
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_file(self.folder / "samples" / "eval" / f"step_{step}.jsonl", text)
+
     def checkpoint(
         self,
         step: int,
@@ -350,9 +356,31 @@ def read_metrics(folder: Path) -> Iterator[Json]:
                 raise RunError(f"{folder / 'metrics.jsonl'}: line {number} is not JSON") from None
 
 
+def saved_steps(samples: Path) -> list[int]:
+    """The steps that a folder has a step_N.jsonl of, in order."""
+    return [_step_of(path) for path in _steps(samples, STEP_FILE)]
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process trains in the folder now."""
+    try:
+        handle = os.open(folder / ".lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
 def differences(there: Json, here: Json) -> list[str]:
     """Dotted keys with both values where two recipes differ in what a run can't go on with."""
-    old, new = _flat(there), _flat(here)
+    old, new = flat(there), flat(here)
     return [
         f"{key} ({_shown(old, key)} there, {_shown(new, key)} here)"
         for key in sorted(old.keys() | new.keys())
@@ -436,14 +464,14 @@ def _prepare(folder: Path, recipe: Json, source: Checkpoint | None) -> Path | No
     )
     for parent in ("checkpoints", "samples"):
         (folder / parent).mkdir(exist_ok=True)
-    for parent in ("checkpoints", "samples", "adapters"):
+    for parent in ("checkpoints", "samples", "samples/eval", "adapters"):
         for leftover in (folder / parent).glob(".step_*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     last = source.step if source else -1
     history = source.path.resolve().parent.parent if source else folder
     kept = [line for line in read_metrics(history) if line["step"] <= last]
     write_file(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
-    for path in _steps(folder / "samples", STEP_FILE):
+    for path in (*_steps(folder / "samples", STEP_FILE), *_steps(folder / "samples" / "eval", STEP_FILE)):
         if _step_of(path) > last:
             path.unlink()
     for path in _steps(folder / "adapters", STEP_FOLDER):
@@ -474,15 +502,16 @@ def _read_recipe(folder: Path) -> Json:
     return recipe if isinstance(recipe, dict) else {}
 
 
-def _flat(tree: Json, prefix: str = "") -> Json:
-    flat: Json = {}
+def flat(tree: Json, prefix: str = "") -> Json:
+    """A tree's leaves by their dotted keys."""
+    leaves: Json = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
 
 
-def _shown(flat: Json, key: str) -> str:
-    return repr(flat[key]) if key in flat else "absent"
+def _shown(leaves: Json, key: str) -> str:
+    return repr(leaves[key]) if key in leaves else "absent"
 
 
 def _steps(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

@@ -1,21 +1,24 @@
 """What stands between a command and the loop: reads the inputs, opens the run's folder, shows what goes on."""
 
 import contextlib
+import json
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from beam_rl.errors import InputError
-from beam_rl.inputs import Inputs, check_start_adapter, prepare
+from beam_rl.inputs import Inputs, check_start_adapter, prepare, start_adapter
 from beam_rl.parity.compare import Comparison
-from beam_rl.recipe.load import load
+from beam_rl.recipe.load import load, overridden, parse
 from beam_rl.recipe.tree import Recipe
 from beam_rl.report import Console, Report
 from beam_rl.run import Checkpoint, Run, check_folder, checkpoint_at, checkpoints
 
 if TYPE_CHECKING:
+    from beam_rl.engines import Engines
     from beam_rl.megatron.settings import ExportForm
 
 
@@ -56,31 +59,87 @@ def _show_opening(run: Run, inputs: Inputs, resume: str | None, console: Console
         console.note(f"step {run.resumed.step} is there: the run is done, and trainer.steps says how far to go on")
 
 
-def run_evaluation(source: Path, overrides: Iterable[str]) -> dict[str, Any]:
-    """Evaluates a recipe's starting model or a run's last checkpoint; the JSON object of `beam-rl eval`."""
-    from beam_rl.cluster import Cluster
+def run_evaluation(source: Path, overrides: Iterable[str], k: int | None = None) -> dict[str, Any]:
+    """Evaluates a recipe's starting model, an HF folder, or a run's checkpoint; the JSON object of `beam-rl eval`.
+
+    k: of pass@k; default: eval.samples_per_prompt.
+    """
     from beam_rl.evaluate import evaluate
+    from beam_rl.rollouts import attend, beside
     from beam_rl.verifiers import make_verifier
 
-    recipe, checkpoint = _recipe_or_run(source, overrides)
+    recipe, checkpoint = _to_evaluate(source, overrides)
+    samples = recipe.eval.samples_per_prompt
     if recipe.data.eval is None:
         raise InputError("data.eval is missing: name the data set to evaluate on")
+    if k is not None and not 1 <= k <= samples:
+        raise InputError(f"--k {k}: pass@{k} needs as many samples a prompt, and eval.samples_per_prompt = {samples}")
     with contextlib.ExitStack() as stack:
         console = stack.enter_context(Console(0, file=sys.stderr))
         folder = stack.enter_context(scratch())
         inputs = prepare(recipe, console)
         verifier = make_verifier(recipe.verifier)
         stack.callback(verifier.close)
-        cluster = stack.enter_context(Cluster(recipe, inputs.model_path, folder, console))
+        alone = checkpoint is None and not start_adapter(recipe) and recipe.rollout_precision != "mxfp8"
+        where = (inputs, folder, console)
+        served = _engines_alone(recipe, *where) if alone else _engines_of_trainer(recipe, checkpoint, *where)
+        engines, mend = stack.enter_context(served)
+        with console.phase("evaluating", len(inputs.eval_prompts) * samples, once=True) as phase:
+            work = partial(evaluate, inputs.eval_prompts, engines, verifier, inputs.decode, recipe, phase.advance)
+            answers = attend(beside(work), mend)
+    return answers.summary(k).record(inputs.eval_task)
+
+
+Served = tuple["Engines", Callable[[], None]]  # and what to do again and again while they sample, for those that die
+
+
+@contextlib.contextmanager
+def _engines_alone(recipe: Recipe, inputs: Inputs, logs: Path, console: Console) -> Iterator[Served]:
+    """Engines that have read the model's folder themselves: no trainer is needed where nothing was trained."""
+    from beam_rl.cluster import ray_session
+    from beam_rl.engines import Engines
+
+    model, rollout = recipe.model, recipe.rollout
+    recipe = recipe.model_copy(
+        update={
+            "model": model.model_copy(update={"lora": None}),
+            "rollout": rollout.model_copy(update={"routing_replay": False}),
+        }
+    )
+    slots = rollout.engines * rollout.parallel.workers
+    with ray_session(recipe.cluster.address, logs, slots), Engines(recipe, inputs.model_path, logs) as engines:
+
+        def serve_fresh() -> None:
+            engines.serve(0, engines.fresh())
+
+        with console.phase("starting engines", once=True):
+            engines.serve(0, engines.standing())
+        yield engines, serve_fresh
+
+
+@contextlib.contextmanager
+def _engines_of_trainer(
+    recipe: Recipe, checkpoint: Checkpoint | None, inputs: Inputs, logs: Path, console: Console
+) -> Iterator[Served]:
+    """Engines with the weights that a trainer has loaded."""
+    from beam_rl.cluster import Cluster
+
+    version = checkpoint.step if checkpoint else 0
+    with Cluster(recipe, inputs.model_path, logs, console) as cluster:
         if checkpoint:
             cluster.turns.to_trainer()
             cluster.policy.load(checkpoint.path)
         with cluster.turns.to_engines():
-            cluster.sync.bring(checkpoint.step if checkpoint else 0)
-        samples = len(inputs.eval_prompts) * recipe.eval.samples_per_prompt
-        with console.phase("evaluating", samples, once=True) as phase:
-            scores = evaluate(inputs.eval_prompts, cluster.engines, verifier, inputs.decode, recipe, phase.advance)
-    return scores.record(inputs.eval_task)
+            cluster.sync.bring(version)
+
+        def mend() -> None:
+            cluster.policy.check()
+            cluster.engines.check()
+            if not cluster.turns.shared or (not cluster.engines.serving() and cluster.engines.fresh()):
+                with cluster.turns.to_engines():
+                    cluster.sync.mend(version)
+
+        yield cluster.engines, mend
 
 
 def run_parity(source: Path, overrides: Iterable[str]) -> Comparison:
@@ -142,8 +201,28 @@ def _resume(option: str | None) -> Literal["auto"] | Path | None:
     return "auto" if option == "auto" else Path(option).resolve() if option else None
 
 
-def _recipe_or_run(source: Path, overrides: Iterable[str]) -> tuple[Recipe, Checkpoint | None]:
+def _to_evaluate(source: Path, overrides: Iterable[str]) -> tuple[Recipe, Checkpoint | None]:
     if not source.is_dir():
         return load(source, overrides), None
+    if (source / "config.json").exists():
+        return _recipe_for_model(source, overrides), None
     checkpoint = checkpoint_at(source.resolve())
     return _going_on(load(checkpoint.path.parents[1] / "recipe.yaml", overrides)), checkpoint
+
+
+def _recipe_for_model(folder: Path, overrides: Iterable[str]) -> Recipe:
+    """A recipe's defaults for an HF folder: in FP32 if its weights are, its data set from the overrides."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder / 'config.json'}: can't be read: {error}") from None
+    precision = "fp32" if str(config.get("dtype", config.get("torch_dtype"))).endswith("float32") else "bf16"
+    tree: dict[str, Any] = {"name": "eval", "model": {"path": str(folder)}, "trainer": {"precision": precision}}
+    tree = overridden(tree, overrides)
+    data = tree.get("data")
+    if not isinstance(data, dict) or not isinstance(data.get("eval"), dict):
+        raise InputError(
+            f"{folder} is a model: name the data set to evaluate it on, as in data.eval.path=FILE verifier.name=math"
+        )
+    data.setdefault("train", {key: value for key, value in data["eval"].items() if key != "task"})
+    return parse(tree)

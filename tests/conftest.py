@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-SHARE_ENGINES = [f"tests/test_{name}.py" for name in ("parity_engine", "rollout_continue", "rollout_engine")]
+SHARE_ENGINES = [
+    f"tests/test_{name}.py" for name in ("parity_engine", "rollout_continue", "rollout_drafts", "rollout_engine")
+]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_SILENT"] = "true"

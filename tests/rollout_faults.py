@@ -109,6 +109,44 @@ def half_a_reload_counts_with_the_next() -> bool:
     return not get_layerwise_info(layer).can_load()
 
 
+def mxfp8_layers_get_new_locks_with_new_weights() -> bool:
+    """True if a kernel forgets, when weights are loaded again, the locks that a CUDA graph was captured with."""
+    from vllm.model_executor.kernels.linear.mxfp8 import humming
+
+    for name in (
+        "convert_linear_layer_to_humming_standard",
+        "quant_key_to_input_schema",
+        "prepare_humming_linear_layer_config",
+        "get_humming_linear_compute_config",
+    ):
+        setattr(humming, name, lambda *args, **kwargs: None)
+    humming.create_humming_locks = lambda device: torch.zeros(8, dtype=torch.int32, device=device)
+    kernel, layer = object.__new__(humming.HummingMxfp8LinearKernel), torch.nn.Module()
+    layer.weight, layer.weight_scale = (torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), False) for _ in range(2))
+    locks = []
+    for _ in range(2):
+        kernel.process_weights_after_loading(layer)
+        locks.append(kernel.locks)
+    compat.keep_over_reloads(humming.HummingMxfp8LinearKernel, "locks")
+    kernel.process_weights_after_loading(layer)
+    assert kernel.locks is locks[1]
+    return locks[0] is not locks[1]
+
+
+def drafted_tokens_lose_their_temperature() -> bool:
+    """True if vLLM's CPU path forgets what it spreads over drafted tokens; ours does not."""
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+
+    temperatures, ends = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
+    stock = torch.full((5,), -1.0)
+    cpu_triton_utils._expand_kernel_impl(stock, temperatures, ends, 0, 1)
+    compat.repair_draft_temperatures()
+    ours = rejection_sampler.expand_batch_to_tokens(temperatures, ends, 5, 0, 1)
+    assert ours.tolist() == [0.5, 0.5, 2.0, 2.0, 2.0] and ours.dtype == temperatures.dtype
+    return not torch.equal(stock, ours)
+
+
 if __name__ == "__main__":
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
@@ -123,5 +161,7 @@ if __name__ == "__main__":
             allowed_rank_is_the_least_that_fits,
             adapters_choose_a_gpu_kernel_for_experts,
             half_a_reload_counts_with_the_next,
+            mxfp8_layers_get_new_locks_with_new_weights,
+            drafted_tokens_lose_their_temperature,
         ]
         print(json.dumps({fault.__name__: fault() for fault in faults}))

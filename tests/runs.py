@@ -81,4 +81,5 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
         if (run / "metrics.jsonl").exists() and any(line["step"] >= step for line in metrics(run)):
             return
         time.sleep(0.05)
+    process.kill()
     raise AssertionError(f"step {step} did not come: {process.communicate()}")

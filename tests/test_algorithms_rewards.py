@@ -118,6 +118,12 @@ def test_interval_is_over_prompts_not_samples() -> None:
         assert low_high == pytest.approx((0.5 - 0.1852, 0.5 + 0.1852), abs=1e-4)
 
 
+def test_prompts_that_are_all_right_leave_wilsons_interval() -> None:
+    # 8 of 8: 8 / (8 + 1.96²) = 0.6756, whatever the samples a prompt
+    assert evaluate(table([1, 1]).repeat(8, 1)).ci95 == pytest.approx((0.6756, 1), abs=1e-4)
+    assert evaluate(table([0, 0]).repeat(8, 1)).ci95 == pytest.approx((0, 1 - 0.6756), abs=1e-4)
+
+
 def test_one_prompt_has_no_interval_and_wrong_scores_are_refused() -> None:
     assert evaluate(table([1, 0])).ci95 is None
     for scores, words in [

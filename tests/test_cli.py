@@ -117,6 +117,15 @@ def test_a_form_that_the_run_does_not_have_says_which_it_has():
         _export_form("full", lora)
 
 
+def test_eval_of_a_model_alone_asks_for_its_data_and_of_too_few_samples_says_so(tiny_folder):
+    assert "name the data set to evaluate it on" in refused("eval", tiny_folder)
+    assert "--k 9: pass@9 needs as many samples a prompt" in refused("eval", TINY, "--k", "9")
+
+
+def test_report_of_no_run(tmp_path):
+    assert "holds no run" in refused("report", tmp_path)
+
+
 def test_tiny_refuses_a_folder_that_exists(tmp_path):
     assert "exists already" in refused("tiny", tmp_path)
 

@@ -87,6 +87,16 @@ def test_the_second_signal_ends_the_process_and_all_it_has_started() -> None:
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_signal_that_comes_twice_at_once_is_one() -> None:
+    process = start()
+    lines_until(process, "held")
+    process.send_signal(15)
+    time.sleep(0.05)
+    process.send_signal(15)
+    out, _ = process.communicate(timeout=30)
+    assert out.splitlines() == ["whole", "interrupted by SIGTERM 19"] and process.returncode == 0
+
+
 def test_the_second_signal_ends_it_also_while_it_is_ending() -> None:
     process = start(held_s=0, linger=True)
     lines_until(process, "free")

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+import recipe_keys
 
 from beam_rl.recipe.load import RecipeError, dump, leaf_keys, load, parse
 
@@ -114,3 +115,8 @@ def test_ranks_wait_longer_for_each_other_than_the_first_one_for_an_engine() -> 
     load(TINY, ["trainer.collective_timeout_s=300"])
     with pytest.raises(RecipeError, match=r"collective_timeout_s = 300: .*sync\.deadline_s = 300 s .* at least 360"):
         load(TINY, ["trainer.parallel.dp=2", "trainer.collective_timeout_s=300"])
+
+
+def test_the_page_of_keys_is_the_code_s() -> None:
+    """Else run `python -m tests.recipe_keys --write`."""
+    assert recipe_keys.PAGE.read_text() == recipe_keys.page()

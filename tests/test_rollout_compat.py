@@ -59,6 +59,16 @@ def test_weights_of_an_update_that_ended_half_way_still_count_in_the_next(faults
     assert faults["half_a_reload_counts_with_the_next"]
 
 
+def test_mxfp8_layers_still_get_new_locks_with_new_weights(faults: dict[str, bool]) -> None:
+    """When this fails, `compat.keep_mxfp8_kernels` can go."""
+    assert faults["mxfp8_layers_get_new_locks_with_new_weights"]
+
+
+def test_drafted_tokens_still_lose_their_temperature_on_a_cpu(faults: dict[str, bool]) -> None:
+    """When this fails, `compat.repair_draft_temperatures` can go."""
+    assert faults["drafted_tokens_lose_their_temperature"]
+
+
 def test_vllm_still_spawns_its_processes_on_a_cpu_and_in_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     """When this fails, `compat.fork_processes` can go, in whole or in part."""
     import ray

@@ -39,13 +39,15 @@ def requests(count: int, prompt: int, response: int, seed: int, temperature: flo
     return [Request(f"{seed}-{i}", draw(), 1000 * seed + i, response, temperature) for i in range(count)]
 
 
-def assert_agrees(reference: Reference, asked: list[Request], got: dict[str, Completion]) -> None:
+def assert_agrees(
+    reference: Reference, asked: list[Request], got: dict[str, Completion], tolerance: float = LOGP_TOLERANCE
+) -> None:
     """Log-probabilities and expert sets of every completion are transformers' own; there is a row for each token."""
     assert set(got) == {r.id for r in asked}
     for request in asked:
         done = got[request.id]
         logp, routes = reference.score(request.prompt_ids, done.token_ids, request.temperature)
-        np.testing.assert_allclose(done.logp, logp, atol=LOGP_TOLERANCE, rtol=0)
+        np.testing.assert_allclose(done.logp, logp, atol=tolerance, rtol=0)
         assert done.routes is not None and done.routes.dtype == np.uint8
         assert len(done.routes) == len(request.prompt_ids) + len(done.token_ids) - 1
         np.testing.assert_array_equal(np.sort(done.routes, -1), routes)

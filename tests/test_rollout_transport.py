@@ -110,8 +110,8 @@ class Damaging:
         self.end, self.count = end, 0
         self.own_buffers, self.start = end.own_buffers, end.start
 
-    def wait(self, deadline_s: float) -> Tensor:
-        data = self.end.wait(deadline_s).clone()
+    def wait(self, slot: int, deadline_s: float) -> Tensor:
+        data = self.end.wait(slot, deadline_s).clone()
         self.count += 1
         if self.count % 3 == 0:
             data[len(data) // 2] ^= 4
@@ -246,7 +246,7 @@ def test_receiver_whose_sender_is_killed_is_free_at_once_for_another(transport: 
         process.call("connect").result(30)
         peer = joining.result(10)
         peer.receiver.end.start(0, 100)
-        waiting = thread.submit(peer.receiver.end.wait, 30.0) if transport == "gloo" else None
+        waiting = thread.submit(peer.receiver.end.wait, 0, 30.0) if transport == "gloo" else None
         time.sleep(0.2)
         start = time.monotonic()
         process.stop()
@@ -285,9 +285,9 @@ def test_shared_memory_has_no_name_that_could_stay_behind() -> None:
     sender.buffers[1][:3] = 7
     assert set(Path("/dev/shm").iterdir()) == before
     view.start(1, 3)
-    assert view.wait(1.0).tolist() == [7, 7, 7]
+    assert view.wait(1, 1.0).tolist() == [7, 7, 7]
     sender.close()
-    assert view.wait(1.0).tolist() == [7, 7, 7]  # a receiver outlives its sender
+    assert view.wait(1, 1.0).tolist() == [7, 7, 7]  # a receiver outlives its sender
 
 
 def test_shared_memory_of_a_sender_that_is_gone_or_another_is_refused() -> None:

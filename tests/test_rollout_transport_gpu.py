@@ -70,7 +70,7 @@ def test_lost_receiver_is_named_in_time_and_the_others_take_the_next_sync(
 ) -> None:
     processes, last = start(*gpus), len(gpus) - 1
     device = torch.device("cuda", 0)
-    sender = open_for(transport, len(gpus), deadline_s=60 if fate == "dies" else 5, device=device)
+    sender = open_for(transport, len(gpus), deadline_s=60 if fate == "dies" else 15, device=device)
     join(sender, processes)
 
     def announce(bucket: dict[str, Any]) -> list[Future]:
@@ -83,7 +83,7 @@ def test_lost_receiver_is_named_in_time_and_the_others_take_the_next_sync(
     begin = time.monotonic()
     with pytest.raises(SyncError, match=f"engine {last} ") as failed:
         sender.send(on_gpu(4).items(), announce)
-    assert failed.value.engines == (last,) and time.monotonic() - begin < 15
+    assert failed.value.engines == (last,) and time.monotonic() - begin < 25
     sender.close()
     processes[last].stop()
     survivors = [*processes[:last], *start(gpus[last])]

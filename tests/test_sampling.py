@@ -159,7 +159,7 @@ def test_evaluation_asks_the_same_of_every_step_and_averages_over_prompts():
     engine = Scripted({0: [1.0, 1.0], 1: [1.0, 0.0], 2: [0.0, 0.0]})
     held_out = [Prompt(i, i, [i, 7], "a") for i in range(3)]
     recipe = load(TINY, [*SMALL, "eval.samples_per_prompt=2"])
-    first = evaluate(held_out, engine, engine, decode, recipe, lambda n: None)
+    first = evaluate(held_out, engine, engine, decode, recipe, lambda n: None).summary()
     asked = list(engine.requests)
     engine.requests.clear()
     evaluate(held_out, engine, engine, decode, recipe, lambda n: None)

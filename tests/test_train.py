@@ -5,6 +5,7 @@ One run of four steps is the measure of all others: interrupted and resumed, exp
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,6 +177,18 @@ def test_eval_prints_one_json_object_and_the_runs_own_last_score(whole):
     assert found["ci95"][0] < found["avg@k"] < found["ci95"][1]
 
 
+def test_a_run_has_its_page_and_the_scores_of_every_evaluation(whole):
+    page = (whole / "report.html").read_text()
+    assert f"step {STEPS} of {STEPS}, done" in page and "(95 % interval" in page and "bound of the mean, 1e-05" in page
+    for step in (0, STEPS):
+        rows = [json.loads(line) for line in (whole / "samples" / "eval" / f"step_{step}.jsonl").open()]
+        line = metrics(whole)[step]
+        assert np.mean([row["scores"] for row in rows]) == pytest.approx(line["eval/toy/avg@8"])
+        assert line["eval/toy/low@8"] < line["eval/toy/avg@8"] < line["eval/toy/high@8"] and rows[0]["text"]
+    rewards = np.array([row["reward"] for row in samples(whole, 1)]).reshape(32, 8).mean(1)
+    assert metrics(whole)[1]["reward/stderr"] == pytest.approx(rewards.std(ddof=1) / 32**0.5, rel=1e-6)
+
+
 def test_what_is_kept_of_the_checkpoints(whole):
     kept = sorted(path.name for path in (whole / "checkpoints").iterdir())
     assert kept == ["step_2", "step_4"]
@@ -193,9 +206,10 @@ def test_resuming_a_run_that_is_done_starts_nothing_and_says_so(whole):
 
 
 @pytest.fixture(scope="module")
-def exported(whole: Path, folder: Path) -> Path:
+def exported(whole: Path, folder: Path, tiny_folder: Path) -> Path:
     command = [sys.executable, "-m", "beam_rl.cli", "export", str(whole / "checkpoints/step_4"), str(folder / "hf")]
     subprocess.run(command, check=True, timeout=300)
+    shutil.copy(tiny_folder / "eval.jsonl", folder)
     return folder / "hf"
 
 
@@ -207,6 +221,18 @@ def test_the_export_has_the_checkpoints_names_and_types_and_a_trained_router(exp
     for name in routers:
         assert after[name].dtype == torch.float32
         assert not torch.equal(after[name], before[name]), f"{name} was not trained"
+
+
+def test_eval_of_the_exported_folder_needs_no_trainer_and_gives_the_runs_last_score(whole, exported):
+    data = [f"data.eval.{key}" for key in (f"path={exported.parent}/eval.jsonl", "limit=16", "task=toy")]
+    lengths = ["data.max_prompt_tokens=16", "rollout.max_response_tokens=16", "rollout.kv_cache_gib=0.5"]
+    command = [sys.executable, "-m", "beam_rl.cli", "eval", str(exported), *data, "verifier.name=toy", *lengths]
+    done = subprocess.run([*command, "--k", "2", "--json"], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found) == ["task", "avg@k", "pass@k", "k", "prompts", "ci95"] and found["k"] == 2
+    assert found["avg@k"] == pytest.approx(metrics(whole)[-1]["eval/toy/avg@8"], abs=0.01)
+    assert found["avg@k"] < found["pass@k"] < 1 and "starting engines" in done.stderr and "trainer" not in done.stderr
 
 
 def test_the_export_gives_the_trainers_log_probabilities_in_a_fresh_vllm_and_in_transformers(

@@ -7,15 +7,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+from beam_rl.errors import InputError
+from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Verifier
-from beam_rl.verifiers import ToyVerifier, VerifierPool, VerifyItem, make_verifier
+from beam_rl.verifiers import ToyVerifier, VerifierPool, VerifyItem, check_verifier, make_verifier
 from beam_rl.verifiers.toy import toy_score
 
 LIMIT_S = 3.0
+TINY = Path(__file__).parents[1] / "recipes" / "tiny_cpu.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +256,62 @@ def test_workers_have_no_keys_in_their_environment(monkeypatch: pytest.MonkeyPat
     with VerifierPool(workers=1) as pool:
         (process,) = workers_of(pool)
         assert "HF_TOKEN" not in process.environ() and "PATH" in process.environ()
+
+
+OWN = """
+import math, sys, time
+
+def graded(response, gold, finish_reason):
+    print("said by the user's code")
+    if response == "raise":
+        raise ValueError("no such unit")
+    if response == "nan":
+        return math.nan
+    while response == "hang":
+        pass
+    return len(response) / 10 + (gold == "5") + (finish_reason == "stop")
+"""
+
+
+@pytest.fixture(scope="module")
+def own_reward(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("own") / "reward.py"
+    file.write_text(OWN)
+    return f"{file}:graded"
+
+
+def test_own_function_gives_the_score_and_its_faults_cost_one_item(own_reward: str) -> None:
+    with make_verifier(Verifier(name=own_reward, workers=1, timeout_s=LIMIT_S)) as pool:
+        said = ["seven", "raise", "nan", "hang", "abc"]
+        verdicts = pool.score([VerifyItem(response, "5", "length") for response in said])
+        assert [verdict.score for verdict in verdicts] == pytest.approx([1.5, 0, 0, 0, 1.3])
+        assert [verdict.error for verdict in verdicts][1:3] == [
+            "ValueError: no such unit",
+            "ValueError: a score of nan",
+        ]
+        assert [verdict.timed_out for verdict in verdicts] == [False, False, False, True, False]
+
+
+def test_module_in_the_working_directory_is_found(own_reward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(own_reward.rpartition(":")[0]).parent)
+    with VerifierPool(workers=1, function="reward:graded") as pool:
+        assert pool.score([VerifyItem("", "5", "stop")])[0].score == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "refusal"),
+    [
+        ("nowhere.py:score", r"verifier\.name = nowhere\.py:score: ImportError: no file nowhere\.py"),
+        ("no_such_module:score", r"ModuleNotFoundError: No module named 'no_such_module'"),
+        ("json:score", r"AttributeError: module 'json' has no attribute 'score'"),
+    ],
+)
+def test_function_that_is_not_there_is_refused_before_anything_starts(name: str, refusal: str) -> None:
+    with pytest.raises(InputError, match=refusal):
+        check_verifier(Verifier(name=name))
+
+
+@pytest.mark.parametrize("name", ["maths", "reward.py", ":score", "reward:"])
+def test_a_name_that_is_no_path_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"verifier.name = {name}: neither math nor toy"):
+        load(TINY, [f"verifier.name={name!r}"])

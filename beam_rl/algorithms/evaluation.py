@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Z95 = 1.96  # standard errors to each side of a mean
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -31,7 +33,8 @@ def evaluate(scores: Tensor, k: int | None = None) -> Evaluation:
     """Summarises the verifier's scores.
 
     The interval is mean ± 1.96 · standard error of the per-prompt means, cut to [0, 1]: the samples of one prompt are
-    not independent, so the prompt is the unit that is drawn (clustered standard error, arXiv:2411.00640).
+    not independent, so the prompt is the unit that is drawn (clustered standard error, arXiv:2411.00640). Where all
+    prompts have 0, or all have 1, that error is 0 and says nothing: the interval then is Wilson's for so many prompts.
 
     Args:
         scores: (prompts, samples) in [0, 1]; a sample passes with a score of 1.
@@ -75,11 +78,16 @@ def pass_at_k(passed: Tensor, samples: int, k: int) -> Tensor:
     )
 
 
+def standard_error(means: Tensor) -> float | None:
+    """Of the mean of independent values (n,), such as prompts' mean scores; None for a single one."""
+    return means.double().std().item() / math.sqrt(len(means)) if len(means) > 1 else None
+
+
 def _interval(means: Tensor) -> tuple[float, float] | None:
-    if len(means) < 2:
+    error, centre, count = standard_error(means), means.mean().item(), len(means)
+    if error is None:
         return None
-    centre, half = (
-        means.mean().item(),
-        1.96 * means.std().item() / math.sqrt(len(means)),
-    )
-    return max(0.0, centre - half), min(1.0, centre + half)
+    if error == 0 and centre in (0.0, 1.0):
+        sure = count / (count + Z95**2)  # Wilson's end where all of `count` are alike
+        return (sure, 1.0) if centre else (0.0, 1 - sure)
+    return max(0.0, centre - Z95 * error), min(1.0, centre + Z95 * error)

@@ -6,9 +6,18 @@ help, and it ends in `show`. Importing this package starts neither torch nor Meg
 
 from collections.abc import Callable
 
+from beam_rl.bench.boundary import boundary
 from beam_rl.bench.logprob import logprob
 from beam_rl.bench.moe_lora import moe_lora
 from beam_rl.bench.nvme import nvme
+from beam_rl.bench.replay import replay
 from beam_rl.bench.sync import sync
 
-BENCHES: dict[str, Callable[..., None]] = {"logprob": logprob, "moe-lora": moe_lora, "nvme": nvme, "sync": sync}
+BENCHES: dict[str, Callable[..., None]] = {
+    "boundary": boundary,
+    "logprob": logprob,
+    "moe-lora": moe_lora,
+    "nvme": nvme,
+    "replay": replay,
+    "sync": sync,
+}

@@ -154,7 +154,7 @@ class Receiver:
 
         end = self.ends[key].end
         end.start(slot, nbytes)
-        data = end.wait(DEADLINE_S)
+        data = end.wait(slot, DEADLINE_S)
         if copies:
             self.own.setdefault(nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self.device)).copy_(data)
         if self.device.type == "cuda":

@@ -1,7 +1,8 @@
 """Beam's attention over packed samples: positions, the core in torch or Transformer Engine, the output gate.
 
-Q and K come normalized and rounded from Megatron's SelfAttention; this module gives them positions, attends inside each
-sample (causal, within the layer's window) and gates the output. Knows nothing about the rest of the layer.
+Q and K come normalized and rounded from Megatron's SelfAttention, or as they are where one kernel does that and the rest;
+this module gives them positions, attends inside each sample (causal, within the layer's window) and gates the output.
+Knows nothing about the rest of the layer.
 """
 
 from typing import Any
@@ -16,25 +17,22 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 
 from beam_rl.megatron import compat
+from beam_rl.megatron.kernels import gate as gate_kernel
+from beam_rl.megatron.kernels import qk_norm
+from beam_rl.megatron.kernels.qk_norm import rotate, scaled
 from beam_rl.megatron.packing import Pack
 
 SSMAX_LENGTH, SSMAX_EXPONENT = 2048, 0.1
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE, half-split layout, FP32 inside and one rounding. x: (tokens, heads, dim); cos, sin: (tokens, dim) FP32."""
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+def ssmax_scale(positions: Tensor) -> Tensor:
+    """SSMax's factor of a query: (1 + p/2048)^0.1 in FP32, p the position counted from 1. positions: (tokens,) from 0."""
+    return torch.exp(SSMAX_EXPONENT * torch.log1p((positions.float() + 1) / SSMAX_LENGTH))
 
 
 def scalable_softmax(query: Tensor, positions: Tensor) -> Tensor:
-    """SSMax: query · (1 + p/2048)^0.1, p the position counted from 1; FP32 inside and one rounding.
-
-    query: (tokens, heads, dim); positions: (tokens,) from 0.
-    """
-    scale = torch.exp(SSMAX_EXPONENT * torch.log1p((positions.float() + 1) / SSMAX_LENGTH))
-    return (query.float() * scale[:, None, None]).to(query.dtype)
+    """SSMax: the query by its factor, FP32 inside and one rounding. query: (tokens, heads, dim)."""
+    return scaled(query, ssmax_scale(positions))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, pack: Pack, window: int | None, scale: float) -> Tensor:
@@ -99,7 +97,9 @@ else:
 
 
 class BeamCore(_Core):
-    """RoPE (sliding layers) or SSMax (full layers), then the core attention."""
+    """RoPE (sliding layers) or SSMax (full layers), on a GPU with the norms of Q and K; then the core attention."""
+
+    norms: tuple[Any, Any]  # of Q and K: the attention's modules
 
     def __init__(self, config: Any, layer_number: int, **kwargs: Any) -> None:
         super().__init__(config=config, layer_number=layer_number, **kwargs)
@@ -108,12 +108,28 @@ class BeamCore(_Core):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: Pack, **kwargs: Any
     ) -> Tensor:
-        if self.rope_theta is None:
-            query = scalable_softmax(query, packed_seq_params.positions)
-        else:
-            cos, sin = packed_seq_params.rotary(self.rope_theta, query.size(-1))
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = self.placed(query, key, packed_seq_params)
         return super().forward(query, key, value, mask, packed_seq_params=packed_seq_params, **kwargs)
+
+    def placed(self, query: Tensor, key: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
+        """Q and K, (tokens, heads, dim), with their positions."""
+        if qk_norm.fuses(query, self.norms[0].weight):
+            return self._normalized_and_placed(query, key, pack)
+        if self.rope_theta is None:
+            return scalable_softmax(query, pack.positions), key
+        cos, sin = pack.rotary(self.rope_theta, query.size(-1))
+        return rotate(query, cos, sin), rotate(key, cos, sin)
+
+    def _normalized_and_placed(self, query: Tensor, key: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
+        of_query: tuple[Tensor | None, ...] = (None, None, ssmax_scale(pack.positions))
+        of_key: tuple[Tensor | None, ...] = (None, None, None)
+        if self.rope_theta is not None:
+            of_query = of_key = (*pack.rotary(self.rope_theta, query.size(-1)), None)
+        q_norm, k_norm = self.norms
+        return (
+            qk_norm.Fused.apply(query, q_norm.weight, q_norm.eps, *of_query),
+            qk_norm.Fused.apply(key, k_norm.weight, k_norm.eps, *of_key),
+        )
 
 
 class BeamSelfAttention(SelfAttention):
@@ -124,11 +140,11 @@ class BeamSelfAttention(SelfAttention):
         heads = self.num_attention_heads_per_partition
         self.gate_bias = nn.Parameter(torch.zeros(heads, dtype=self.config.params_dtype))
         set_tensor_model_parallel_attributes(self.gate_bias, True, 0, 1)
+        self.core_attention.norms = (self.q_layernorm, self.k_layernorm)  # in a tuple: no modules of the core's own
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """x: (tokens, 1, heads · dim); gate: (tokens, 1, heads, dim). Bias, sigmoid and product each round."""
-        gate = torch.sigmoid(gate + self.gate_bias[:, None])
-        return x * gate.reshape(x.shape)
+        return gate_kernel.output_gate(x, gate.squeeze(1), self.gate_bias)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.bridge.peft.lora_layers import LoRALinear
+from megatron.bridge.peft.lora_layers import LoRALinear as AdaptedLinear
 from megatron.bridge.peft.utils import (
     GroupedExpertLinearAdapter,
     ParallelLinearAdapter,
@@ -23,13 +23,6 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-
-
-class AdaptedLinear(LoRALinear):
-    """Bridge's, with the input in the weights' dtype: a down projection of ours gets FP32 and rounds it itself."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        return super().forward(x.to(self.to_wrap.config.params_dtype), *args, **kwargs)
 
 
 class _WholeHidden(nn.Module):

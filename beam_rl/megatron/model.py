@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from beam_rl.layout import stage_layers
 from beam_rl.megatron import compat, mxfp8
 from beam_rl.megatron.attention import BeamCore, BeamSelfAttention
+from beam_rl.megatron.kernels import norm_residual, qk_norm, swiglu
 from beam_rl.megatron.packing import Agreement, Pack
 from beam_rl.megatron.router import BeamRouter
 from beam_rl.mxfp8.scheme import Scheme
@@ -62,11 +63,6 @@ class BeamConfig(TransformerConfig):
     def moe_layers(self) -> list[int]:
         """Global numbers, from 0, of the layers that have a router."""
         return [i for i, sparse in enumerate(self.moe_layer_freq) if sparse]
-
-
-def silu_fp32(x: Tensor) -> Tensor:
-    """SwiGLU's activation in FP32; the product with `up` is FP32 then, and the down projection's input rounds once."""
-    return F.silu(x.float())
 
 
 def config_from_hf(
@@ -98,7 +94,7 @@ def config_from_hf(
         vocab_size=hf.vocab_size,
         max_position_embeddings=hf.max_position_embeddings,
         gated_linear_unit=True,
-        activation_func=silu_fp32,
+        activation_func=F.silu,
         add_bias_linear=False,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
@@ -182,9 +178,14 @@ class BeamRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x.float()
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight.float() * h).to(x.dtype)
+        return norm_residual.norm(x, self.weight, self.eps)
+
+
+class HeadNorm(BeamRMSNorm):
+    """Of Q or K; where one kernel normalizes heads and gives them positions, it leaves both to `BeamCore`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if qk_norm.fuses(x, self.weight) else super().forward(x)
 
 
 class SandwichResidual(nn.Module):
@@ -202,43 +203,62 @@ class SandwichResidual(nn.Module):
         return self.add
 
     def add(self, x_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-        return self.norm(x_with_bias[0]) * self.x_scale + residual * self.residual_scale
+        x, norm = x_with_bias[0], self.norm
+        if _fuses(x, norm):
+            return norm_residual.norm_add(x, norm.weight, norm.eps, residual, self.x_scale, self.residual_scale)
+        return norm(x) * self.x_scale + residual * self.residual_scale
+
+    def add_norm(
+        self, x_with_bias: tuple[Tensor, None], residual: Tensor, following: BeamRMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """`add`'s sum, and its norm for the next sub-layer."""
+        x, norm = x_with_bias[0], self.norm
+        if not _fuses(x, norm, following):
+            h = self.add(x_with_bias, residual, 0.0)
+            return h, following(h)
+        scales = self.x_scale, self.residual_scale
+        return norm_residual.norm_add_norm(x, norm.weight, norm.eps, residual, *scales, following.weight, following.eps)
 
 
-# --- experts ----------------------------------------------------------------------------------------------
+def _fuses(x: Tensor, *norms: BeamRMSNorm) -> bool:
+    """Whether one kernel does these norms and the add: on a GPU, unless a hook wants to see what is between them."""
+    return norm_residual.covers(x) and not any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms)
 
 
-class RoundingInput:
-    """A down projection that rounds its FP32 input to the weight's dtype."""
-
-    config: BeamConfig
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(x.to(self.config.params_dtype), *args, **kwargs)  # type: ignore[misc]
+# --- MLP and experts --------------------------------------------------------------------------------------
 
 
-class WeightedOutputs:
-    """Experts whose outputs, not activations, are multiplied by the router's weights, as Beam does; FP32 products."""
+def _gated(mlp: Any, x: Tensor, *tokens_per_expert: list[int]) -> Tensor:
+    """Of one of Megatron's MLPs, or of all experts together: SwiGLU between its two linear layers."""
+    gate_up, _ = mlp.linear_fc1(x, *tokens_per_expert)
+    return mlp.linear_fc2(swiglu.swiglu(gate_up), *tokens_per_expert)[0]
+
+
+class BeamMLP(MLP):
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return _gated(self, hidden), None
+
+
+class BeamSequentialMLP(SequentialMLP):
+    """Experts one after the other, whose outputs, not activations, are multiplied by the router's weights; in FP32."""
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        out, _ = super().forward(tokens, tokens_per_expert, torch.ones_like(weights))  # type: ignore[misc]
+        parts = tokens.split(tokens_per_expert.tolist())
+        out = torch.cat([_gated(expert, part) for expert, part in zip(self.local_experts, parts, strict=True)])
         return out * weights.unsqueeze(-1), None
 
 
-class BeamRowParallelLinear(RoundingInput, RowParallelLinear):
-    pass
+class BeamGroupedMLP(TEGroupedMLP):
+    """The same by Transformer Engine, all together; in MXFP8 each expert's tokens are padded to whole blocks."""
 
-
-class BeamMxfp8RowParallelLinear(RoundingInput, mxfp8.Mxfp8RowParallelLinear):
-    pass
-
-
-class BeamSequentialMLP(WeightedOutputs, SequentialMLP):
-    pass
-
-
-class BeamGroupedMLP(WeightedOutputs, TEGroupedMLP):
-    pass
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        counts = tokens_per_expert.tolist()
+        if self.config.fp8:
+            padded, padded_counts = self.quantization_padding(tokens, counts)
+            out = self.quantization_unpadding(_gated(self, padded, padded_counts), counts)
+        else:
+            out = _gated(self, tokens, counts)
+        return out * weights.unsqueeze(-1), None
 
 
 class BeamMoELayer(MoELayer):
@@ -275,17 +295,21 @@ class BeamLayer(TransformerLayer):
         self.self_attn_bda = SandwichResidual(config, adds_before + 2)
         self.mlp_bda = SandwichResidual(config, adds_before + 3)
 
-    def _forward_mlp(
-        self, hidden: Tensor, inference_context: None = None, padding_mask: None = None, packed_seq_params: Any = None
-    ) -> Tensor:
-        normed = self._forward_pre_mlp_layernorm(hidden)
+    def forward(
+        self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: Pack, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Megatron's layer without what Beam has not, and with the first sub-layer's end and the second's norm in one."""
+        normed = self.input_layernorm(hidden_states)
+        out = self.self_attention(normed, attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        hidden, normed = self.self_attn_bda.add_norm(out, hidden_states, self.pre_mlp_layernorm)
+        return self.mlp_bda.add(self._mlp(normed, packed_seq_params), hidden, 0.0), None
+
+    def _mlp(self, normed: Tensor, pack: Pack) -> tuple[Tensor, None]:
         if self.is_moe_layer:
-            out = self.mlp(normed, self._routes(packed_seq_params), packed_seq_params.agreement)
-        elif self.recompute_mlp:
-            out = mxfp8.checkpoint(self.config, self.mlp, normed)
-        else:
-            out = self.mlp(normed)
-        return self._forward_post_mlp(out, hidden)
+            return self.mlp(normed, self._routes(pack), pack.agreement)
+        if self.recompute_mlp:
+            return mxfp8.checkpoint(self.config, self.mlp, normed)
+        return self.mlp(normed)
 
     def _routes(self, pack: Pack) -> Tensor | None:
         """This layer's column, found by its global number: a pipeline stage's first MoE layer is not column 0."""
@@ -302,27 +326,25 @@ class Linears:
     """The linear layers of a model's layer: Megatron's own, Transformer Engine's, or emulated MXFP8 ones."""
 
     column: type
-    row: type  # output projection of the attention
-    down: type  # rounds its input
+    row: type
     experts: Callable[..., Any]
 
 
 def linears(emulated: bool = False) -> Linears:
     """emulated: in MXFP8. Transformer Engine's layers have MXFP8 of their own (`mxfp8.native_fields`)."""
     if emulated:
-        return _megatrons(mxfp8.Mxfp8ColumnParallelLinear, mxfp8.Mxfp8RowParallelLinear, BeamMxfp8RowParallelLinear)
+        return _megatrons(mxfp8.Mxfp8ColumnParallelLinear, mxfp8.Mxfp8RowParallelLinear)
     if not compat.has_transformer_engine():
-        return _megatrons(ColumnParallelLinear, RowParallelLinear, BeamRowParallelLinear)
+        return _megatrons(ColumnParallelLinear, RowParallelLinear)
     from megatron.core.extensions import transformer_engine as te
 
-    down = type("BeamTERowParallelLinear", (RoundingInput, te.TERowParallelLinear), {})
-    grouped_down = type("BeamTERowParallelGroupedLinear", (RoundingInput, te.TERowParallelGroupedLinear), {})
-    grouped = GroupedMLPSubmodules(te.TEColumnParallelGroupedLinear, grouped_down)
-    return Linears(te.TEColumnParallelLinear, te.TERowParallelLinear, down, partial(BeamGroupedMLP, submodules=grouped))
+    grouped = GroupedMLPSubmodules(te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear)
+    experts = partial(BeamGroupedMLP, submodules=grouped)
+    return Linears(te.TEColumnParallelLinear, te.TERowParallelLinear, experts)
 
 
-def _megatrons(column: type, row: type, down: type) -> Linears:
-    return Linears(column, row, down, partial(BeamSequentialMLP, submodules=MLPSubmodules(column, down)))
+def _megatrons(column: type, row: type) -> Linears:
+    return Linears(column, row, partial(BeamSequentialMLP, submodules=MLPSubmodules(column, row)))
 
 
 def layer_spec(config: BeamConfig, layer: int) -> ModuleSpec:
@@ -336,14 +358,14 @@ def layer_spec(config: BeamConfig, layer: int) -> ModuleSpec:
             linear_qkv=kind.column,
             core_attention=BeamCore,
             linear_proj=kind.row,
-            q_layernorm=BeamRMSNorm,
-            k_layernorm=BeamRMSNorm,
+            q_layernorm=HeadNorm,
+            k_layernorm=HeadNorm,
         ),
     )
     if sparse:
         mlp = partial(BeamMoELayer, submodules=MoESubmodules(router=BeamRouter, experts=kind.experts))
     else:
-        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(kind.column, kind.down))
+        mlp = partial(BeamMLP.as_mlp_submodule, submodules=MLPSubmodules(kind.column, kind.row))
     return ModuleSpec(
         module=BeamLayer,
         submodules=TransformerLayerSubmodules(

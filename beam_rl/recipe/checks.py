@@ -15,6 +15,22 @@ if TYPE_CHECKING:
 
 LOWEST_TEMPERATURE = 0.01  # of vLLM, above greedy
 PATIENCE = 1.2  # of the ranks that wait while the first one waits for an engine, in units of the engine's own time
+ENGINE_KEYS = {  # vLLM's arguments that a recipe has other keys for
+    "dtype": "trainer.precision",
+    "enable_expert_parallel": "rollout.parallel.ep",
+    "enable_lora": "model.lora",
+    "enable_return_routed_experts": "rollout.routing_replay",
+    "data_parallel_size": "rollout.parallel.dp",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "max_model_len": "data.max_prompt_tokens and rollout.max_response_tokens",
+    "max_num_batched_tokens": "rollout.max_batched_tokens",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "model": "model.path",
+    "pipeline_parallel_size": "rollout.parallel.pp",
+    "seed": "seed",
+    "speculative_config": "rollout.speculative",
+    "tensor_parallel_size": "rollout.parallel.tp",
+}
 PAGE_BYTES, SMALLEST_BLOCK_BYTES = 4096, 65536
 
 
@@ -23,6 +39,7 @@ def check(recipe: "Recipe") -> None:
     for problem in (
         *_lora(recipe),
         *_sampling(recipe),
+        *_verifier(recipe),
         *_placement(recipe),
         *_batch(recipe),
         *_times(recipe),
@@ -69,6 +86,20 @@ def _sampling(recipe: "Recipe") -> Iterator[str]:
         yield (
             f"rollout.top_p = {r.top_p}: below 1 the engine renormalises over a set of tokens that the trainer does "
             "not replay, so their log-probabilities differ; use 1.0"
+        )
+    for name in r.engine_args:
+        if name in ENGINE_KEYS:
+            yield f"rollout.engine_args.{name}: the recipe has {ENGINE_KEYS[name]} for it"
+    if r.speculative and r.speculative.method == "ngram" and r.speculative.model:
+        yield f"rollout.speculative.model = {r.speculative.model}: the method ngram has no drafter; name another method"
+
+
+def _verifier(recipe: "Recipe") -> Iterator[str]:
+    name = recipe.verifier.name
+    if name not in ("math", "toy") and not all(name.rpartition(":")[::2]):
+        yield (
+            f"verifier.name = {name}: neither math nor toy; your own is written module:function or FILE.py:function "
+            "(docs/own_reward.md)"
         )
 
 

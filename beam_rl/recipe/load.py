@@ -26,10 +26,14 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Recipe:
     Raises:
         RecipeError: one line that names the file or the key, the value, and what would do; also where a value is a secret.
     """
-    tree = _read(path)
+    return parse(overridden(_read(path), overrides))
+
+
+def overridden(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The tree itself, with `a.b=value` overrides applied."""
     for override in overrides:
         _set(tree, override)
-    return parse(tree)
+    return tree
 
 
 def parse(tree: Mapping[str, Any]) -> Recipe:

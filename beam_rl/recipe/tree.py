@@ -4,7 +4,7 @@ Knows nothing about files, Megatron, vLLM or Ray. A key stands here only when so
 together is refused in `checks.py`, so whoever holds a `Recipe` holds one that can start.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
@@ -66,7 +66,11 @@ class Data(Section):
 
 
 class Verifier(Section):
-    name: Literal["math", "toy"] = "math"
+    name: str = Field(
+        "math",
+        description="math, toy, or your own: `module:function` or `FILE.py:function`, called with (response, gold answer, "
+        "finish reason), which returns the score",
+    )
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     workers: Positive = 2
     shuffle: Switch = Field(
@@ -86,6 +90,15 @@ class EngineParallel(Section):
     @property
     def workers(self) -> int:
         return self.tp * self.pp * self.dp
+
+
+class Speculative(Section):
+    """Tokens that are drafted and then verified: samples are distributed as without."""
+
+    method: str = Field("ngram", description="vLLM's name: ngram needs no drafter; draft_model, eagle3, dflash … do")
+    tokens: Positive = Field(3, description="drafted at a time")
+    model: str | None = Field(None, description="the drafter's checkpoint")
+    options: dict[str, Any] = Field({}, description="more of vLLM's speculative_config, such as prompt_lookup_max: 4")
 
 
 class Rollout(Section):
@@ -118,6 +131,11 @@ class Rollout(Section):
     max_batched_tokens: Positive = Field(4096, description="tokens in one engine step")
     kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="CPU engines: host memory for the KV cache")
     gpu_memory_utilization: Fraction = Field(0.85, description="GPU engines: share of the GPU that vLLM may use")
+    speculative: Speculative | None = None
+    engine_args: dict[str, Any] = Field(
+        {},
+        description="more of vLLM's engine arguments by vLLM's names, such as kv_cache_dtype: fp8 or attention_backend",
+    )
 
 
 class DynamicSampling(Section):

@@ -182,6 +182,8 @@ def summary_facts(run: Run) -> list[tuple[str, str]]:
         mean, largest = (parity[-1].get(f"parity/abs_logprob_diff_{which}") for which in ("mean", "max"))
         facts.append(("last |Δlogp|", f"{_short(mean)} mean, {_short(largest)} max"))
     facts.append(("run", str(run.folder)))
+    if (run.folder / "report.html").exists():
+        facts.append(("report", str(run.folder / "report.html")))
     latest, best = run.latest(), run.best()
     if latest:
         facts.append(("last checkpoint", str(latest.path)))

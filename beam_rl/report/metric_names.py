@@ -21,9 +21,12 @@ class Metric:
 # `<task>` stands for a task's name and `k` for the samples a prompt, as in eval/aime25/avg@8.
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("", "mean reward of the kept samples"),
+    "reward/stderr": Metric("", "its standard error, over prompts: 1.96 of them to each side are the 95 % interval"),
     "reward/shuffled": Metric("count", "samples whose reward was changed by verifier.shuffle"),
     "eval/<task>/avg@k": Metric("share", "mean score over k samples a prompt"),
     "eval/<task>/pass@k": Metric("share", "share of prompts that at least one of k samples solves"),
+    "eval/<task>/low@k": Metric("share", "lower end of avg@k's 95 % interval, over prompts"),
+    "eval/<task>/high@k": Metric("share", "upper end of it"),
     "parity/abs_logprob_diff_mean": Metric("nats", "mean |Δlogp|, trainer against engine, before the first update"),
     "parity/abs_logprob_diff_max": Metric("nats", "largest |Δlogp|, trainer against engine"),
     "parity/mismatch_kl": Metric("nats", "mean of r − log r − 1, r = trainer / engine"),
@@ -55,6 +58,8 @@ METRICS: dict[str, Metric] = {
     "rollout/continued": Metric("count", "responses that more than one version of the weights sampled"),
     "rollout/engine_restarts": Metric("count", "engines that were lost and started anew"),
     "rollout/redone": Metric("count", "requests that an engine left undone and that were asked for again"),
+    "rollout/drafted": Metric("count", "speculative decoding: tokens drafted for the engines to verify"),
+    "rollout/draft_acceptance": Metric("share", "of these, taken"),
     "sampling/dropped_groups": Metric("count", "groups dropped because their rewards were all equal"),
     "verifier/timeouts": Metric("count", "responses whose verification ran out of time; score 0"),
     "verifier/errors": Metric("count", "responses that the verifier could not judge; score 0"),
@@ -107,7 +112,7 @@ def check_names(names: Iterable[str]) -> None:
         metric(name)
 
 
-def eval_metric(task: str, which: Literal["avg", "pass"], k: int) -> str:
+def eval_metric(task: str, which: Literal["avg", "pass", "low", "high"], k: int) -> str:
     """The name of an evaluation's metric, as eval/aime25/avg@8. A task's name holds no slash."""
     return f"eval/{task.replace('/', '-')}/{which}@{k}"
 
@@ -158,4 +163,4 @@ def _significant(value: float) -> str:
 
 
 def _pattern(name: str) -> str:
-    return re.sub(r"^eval/[^/]+/(avg|pass)@\d+$", r"eval/<task>/\1@k", name)
+    return re.sub(r"^eval/[^/]+/(avg|pass|low|high)@\d+$", r"eval/<task>/\1@k", name)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, get_args
@@ -441,3 +442,49 @@ def repair_adapter_linear() -> None:
                 add_low_rank(out, x, a[slot, 0] * scale if scale != 1 else a[slot, 0], b[slot, 0], mask)
 
     PunicaWrapperCPU.add_lora_linear = add_lora_linear
+
+
+def keep_mxfp8_kernels() -> None:
+    """Has MXFP8 layers keep, when their weights are loaded again, what captured CUDA graphs point at.
+
+    Fault (0.32, 0.33): loading gives each of Humming's kernels new locks and frees the old ones, which graphs go on
+    using: once other values lie there, decode steps wait for ever. A MoE layer even gets a new kernel, with scales beside
+    those that loading updates.
+    """
+    from vllm.model_executor.kernels.linear.mxfp8.humming import HummingMxfp8LinearKernel
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8FusedMoE
+
+    keep_over_reloads(HummingMxfp8LinearKernel, "locks")
+    keep_over_reloads(ModelOptMxFp8FusedMoE, "moe_kernel", "moe_quant_config")
+
+
+def keep_over_reloads(cls: Any, *names: str) -> None:
+    """Has objects of a class keep these attributes as the first `process_weights_after_loading` made them."""
+    process = cls.process_weights_after_loading
+    if hasattr(process, "__wrapped__"):
+        return
+
+    @wraps(process)
+    def process_and_keep(self: Any, layer: nn.Module) -> None:
+        kept = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        process(self, layer)
+        vars(self).update(kept)
+
+    cls.process_weights_after_loading = process_and_keep
+
+
+def repair_draft_temperatures() -> None:
+    """Gives vLLM's CPU path another way to hand each drafted token its request's temperature.
+
+    Fault (0.32, CPU): the result is written into a copy and lost, so drafted tokens are judged at whatever temperature the
+    memory held (`utils.cpu_triton_utils._expand_kernel_impl`).
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x: Tensor, ends: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return (
+            torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
+        )
+
+    rejection_sampler.expand_batch_to_tokens = expand

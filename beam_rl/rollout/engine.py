@@ -49,12 +49,14 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class EngineCounters:
-    """Since the start, but for `in_flight` and `routes_held`. The last two are of CPU engines."""
+    """Since the start, but for `in_flight` and `routes_held`, which as `preemptions` is of CPU engines."""
 
     in_flight: int
     prompt_tokens: int  # of completed requests
     cached_prompt_tokens: int  # of these, found in the prefix cache
     preemptions: int
+    drafted_tokens: int  # speculative decoding
+    accepted_tokens: int  # of these
     routes_held: int  # finished responses whose routes the worker still keeps; 0 when nothing is in flight
 
 
@@ -78,6 +80,7 @@ class Engine:
         self.llm: Any = None
         self.info: EngineInfo | None = None
         self.watch: asyncio.Task[None] | None = None
+        self.drafts: Any = None  # a DraftCounter, where tokens are drafted
         self.in_flight: set[str] = set()  # vLLM's ids of unfinished requests
         self.update_state = "none"  # "none", "running", or why the weights are no longer one version
         self.next_bucket = 0  # of the update under way
@@ -98,7 +101,13 @@ class Engine:
         set_environment(self.settings)
         try:
             stops = stop_ids(self.settings.model)
-            self.llm = launch(self.settings)
+            if self.settings.speculative is not None:
+                from beam_rl.rollout.drafts import DraftCounter
+
+                self.drafts = DraftCounter()
+            self.llm = launch(self.settings, [self.drafts] if self.drafts else None)
+        except InputError:
+            raise
         except Exception as error:
             raise EngineStartError(start_failure(error, self.settings.log)) from None
         from beam_rl.rollout import compat
@@ -381,7 +390,15 @@ class Engine:
         held = preemptions = 0
         if self._routes_come_from_worker():
             held, preemptions = (await self.llm.collective_rpc("route_counters"))[0]
-        return EngineCounters(len(self.in_flight), self.prompt_tokens, self.cached_prompt_tokens, preemptions, held)
+        return EngineCounters(
+            in_flight=len(self.in_flight),
+            prompt_tokens=self.prompt_tokens,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            preemptions=preemptions,
+            drafted_tokens=self.drafts.drafted if self.drafts else 0,
+            accepted_tokens=self.drafts.accepted if self.drafts else 0,
+            routes_held=held,
+        )
 
     async def stop(self) -> None:
         """Ends vLLM's processes; returns when they are gone."""
@@ -450,6 +467,8 @@ class Engine:
             self.prompt_tokens += len(output.prompt_token_ids)
             self.cached_prompt_tokens += output.num_cached_tokens or 0
         routes = await self._routes_of([(internal_id, output) for _, internal_id, output in ended])
+        if self.settings.speculative is not None:  # the last step may have gone beyond the response's end
+            routes = [_of_tokens(rows, output) for rows, (_, _, output) in zip(routes, ended, strict=True)]
         return [
             make_completion(request, output.outputs[0], rows, self.version, self.settings.routing_replay)
             for (request, _, output), rows in zip(ended, routes, strict=True)
@@ -544,6 +563,11 @@ def make_completion(
         [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32
     )
     return Completion(request.id, tokens, logp, routes, output.finish_reason, version)
+
+
+def _of_tokens(routes: Routes | None, output: Any) -> Routes | None:
+    """The rows of all tokens but the last one."""
+    return None if routes is None else routes[: len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1]
 
 
 async def _wait(request: Request, collector: Any, done: asyncio.Queue) -> None:

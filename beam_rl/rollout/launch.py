@@ -3,15 +3,17 @@
 The only module that knows vLLM's argument names. Imports vLLM late, because the environment has to stand before.
 """
 
+import difflib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from beam_rl.errors import InputError
 from beam_rl.lora import Adapter
 from beam_rl.mxfp8.scheme import Scheme
-from beam_rl.recipe.tree import EngineParallel
+from beam_rl.recipe.tree import EngineParallel, Speculative
 from beam_rl.rollout import compat, process
 
 CPU_BLOCK_TOKENS = 32  # the smallest KV-cache block that vLLM's CPU attention is fast with
@@ -48,6 +50,8 @@ class EngineSettings:
     parallel: EngineParallel = EngineParallel()
     devices: str | None = None  # CUDA_VISIBLE_DEVICES; None: those that this process sees
     sleeps: bool = False  # GPU engines: can give back the GPU's memory for a while
+    speculative: Speculative | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # vLLM's arguments, from the recipe's `rollout.engine_args`
 
     @property
     def log(self) -> Path:
@@ -76,8 +80,11 @@ def set_environment(settings: EngineSettings) -> None:
     process.own_children()
 
 
-def launch(settings: EngineSettings) -> Any:
-    """Starts vLLM and returns its `AsyncLLM`; everything that its processes print goes to the engine's log."""
+def launch(settings: EngineSettings, stat_loggers: list[Any] | None = None) -> Any:
+    """Starts vLLM and returns its `AsyncLLM`; everything that its processes print goes to the engine's log.
+
+    stat_loggers: what vLLM makes its loggers of numbers by; None: it keeps none.
+    """
     settings.log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with process.output_to(settings.log):
@@ -87,7 +94,7 @@ def launch(settings: EngineSettings) -> Any:
             config = AsyncEngineArgs(**engine_args(settings)).create_engine_config()
             compat.fork_processes()
             # Into no variable: an exception that an import of these keeps holds on to this frame, and so to the engine.
-            return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=not stat_loggers)
     finally:
         for handler in logging.getLogger("vllm").handlers:
             if isinstance(handler, logging.StreamHandler):
@@ -119,7 +126,31 @@ def engine_args(settings: EngineSettings) -> dict[str, Any]:
     args |= _cpu_args(settings) if current_platform.is_cpu() else _gpu_args(settings)
     if settings.mxfp8 is not None:
         args |= _mxfp8_args(settings.mxfp8, args["additional_config"])
-    return args if settings.adapter is None else args | _adapter_args(settings.adapter, args["additional_config"])
+    if settings.adapter is not None:
+        args |= _adapter_args(settings.adapter, args["additional_config"])
+    if settings.speculative is not None:
+        args |= _speculative_args(settings.speculative)
+    return args | _checked(settings.extra, args)
+
+
+def _speculative_args(speculative: Speculative) -> dict[str, Any]:
+    config = {"method": speculative.method, "num_speculative_tokens": speculative.tokens, **speculative.options}
+    return {"speculative_config": config | ({"model": speculative.model} if speculative.model else {})}
+
+
+def _checked(extra: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's own arguments for vLLM. InputError for one that vLLM lacks or that is set here."""
+    from vllm import AsyncEngineArgs
+
+    known = [f.name for f in fields(AsyncEngineArgs)]
+    for name in extra:
+        if name in own:
+            raise InputError(f"rollout.engine_args.{name}: this is set for these engines already; leave it out")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InputError(f"rollout.engine_args.{name}: {' '.join(compat.installed())} has no such argument{hint}")
+    return extra
 
 
 def _parallel_args(parallel: EngineParallel) -> dict[str, Any]:

@@ -19,9 +19,11 @@ def register() -> None:
         from beam_rl.rollout.native import BeamForCausalLM as Beam
 
         compat_gpu.install()
+        compat.keep_mxfp8_kernels()
     else:
         from beam_rl.rollout.model import BeamForCausalLM as Beam
     ModelRegistry.register_model(compat.ARCHITECTURE, Beam)
     compat.size_adapter_slots(slot_rank)
     compat.repair_adapter_linear()
+    compat.repair_draft_temperatures()
     compat.register_transfer_engine(TRANSFER_BACKEND, "beam_rl.rollout.sync.vllm_receiver", "WeightReceiver")

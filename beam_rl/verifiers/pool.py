@@ -1,4 +1,4 @@
-"""Grades mathematical answers in processes that can be killed.
+"""Grades mathematical answers, or whatever a user's function judges, in processes that can be killed.
 
 Promises one verdict per item, in order, within the time limit of each, whatever the model wrote: no exception, no
 second reward, no alarm signal in this process, from any thread. A worker that dies or is stopped from outside is
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import beam_rl
 from beam_rl.credentials import without_secrets
+from beam_rl.errors import InputError
 from beam_rl.verifiers.extract import extract_answer
 from beam_rl.verifiers.types import Verdict, VerifyItem
 
@@ -32,7 +33,7 @@ MAX_FAILED_STARTS = 3  # in a row, after which it is not chance
 
 @dataclass
 class _Item:
-    """A pair to compare."""
+    """Something to grade."""
 
     index: int  # of its verdict
     line: str  # for the worker
@@ -52,7 +53,15 @@ class _Worker:
 class VerifierPool:
     """Workers that live as long as the pool, or until an answer has to be cut short."""
 
-    def __init__(self, workers: int = 2, timeout_s: float = 5.0, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        workers: int = 2,
+        timeout_s: float = 5.0,
+        memory_bytes: int = MEMORY_BYTES,
+        function: str | None = None,
+    ) -> None:
+        """function: `module:name` or `FILE.py:name` of what grades (`worker.load`); None: mathematical answers."""
+        self._function = function
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()  # one scoring at a time; callers may be threads
@@ -64,17 +73,23 @@ class VerifierPool:
             self._start()
 
     def score(self, items: Sequence[VerifyItem]) -> list[Verdict]:
-        """One verdict per item, in order: score 1.0 where the response's final answer equals the gold one."""
+        """One verdict per item, in order: 1.0 where the response's final answer equals the gold one, or the function's.
+
+        Raises InputError where the function can't be loaded.
+        """
         verdicts: list[Verdict | None] = [None] * len(items)
         waiting: deque[_Item] = deque()
         for i, item in enumerate(items):
+            if self._function:
+                waiting.append(_Item(i, json.dumps([item.response, item.gold, item.finish_reason])))
+                continue
             answer = extract_answer(item.response, finished=item.finish_reason != "length")
             if len(item.gold) > MAX_ANSWER_CHARACTERS:
                 verdicts[i] = Verdict(0.0, error=f"the gold answer has {len(item.gold)} characters")
             elif answer is None or len(answer) > MAX_ANSWER_CHARACTERS:
                 verdicts[i] = Verdict(0.0)
             else:
-                waiting.append(_Item(i, json.dumps({"gold": item.gold, "answer": answer})))
+                waiting.append(_Item(i, json.dumps([item.gold, answer])))
         with self._lock:
             try:
                 while waiting or any(worker.item for worker in self._workers):
@@ -106,7 +121,8 @@ class VerifierPool:
 
     def _start(self) -> None:
         package_root = str(Path(beam_rl.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+        own = os.getcwd() if self._function else None  # where a recipe's module lies
+        path = os.pathsep.join(filter(None, [package_root, own, os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -115,6 +131,7 @@ class VerifierPool:
                 "beam_rl.verifiers.worker",
                 str(self._memory_bytes),
                 str(self._timeout_s),
+                *([self._function] if self._function else []),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -157,7 +174,7 @@ class VerifierPool:
         return status
 
     def _hand_out(self, waiting: deque[_Item]) -> None:
-        """Gives each idle worker an item. A line is far shorter than a pipe's buffer, so writing can't block."""
+        """Gives each idle worker an item. It reads what it is given, so writing can't block for long."""
         for worker in list(self._workers):
             if not waiting or not worker.ready or worker.item:
                 continue
@@ -199,12 +216,14 @@ class VerifierPool:
                 return []
             return [(item.index, Verdict(0.0, error=f"the grading process died ({status})"))] if item else []
         if item is None:
+            if line != "ready\n":
+                raise InputError(f"verifier.name = {self._function}: {line.strip()}")
             worker.ready = True
             return []
         reply = json.loads(line)
         if reply["error"] and reply["error"].startswith("MemoryError"):  # what it left half done is not to be trusted
             self._replace(worker)
-        return [(item.index, Verdict(float(reply["right"]), error=reply["error"]))]
+        return [(item.index, Verdict(reply["score"], error=reply["error"]))]
 
 
 def _is_stopped(pid: int) -> bool:

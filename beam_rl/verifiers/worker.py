@@ -1,24 +1,33 @@
-"""The process that grades: reads one JSON object a line, answers each with one line, until its input closes.
+"""The process that grades: reads one JSON list a line, answers each with one line, until its input closes.
 
-Started by `pool.py` as `python -m beam_rl.verifiers.worker BYTES SECONDS`: the most address space it may take, and the
-CPU seconds after which the system ends it should nobody be left to kill it. Imports neither torch nor transformers.
+Started by `pool.py` as `python -m beam_rl.verifiers.worker BYTES SECONDS [FUNCTION]`: the most address space it may take,
+the CPU seconds after which the system ends it should nobody be left to kill it, and a user's function. Imports neither
+torch nor transformers by itself.
 """
 
+import importlib
+import importlib.util
 import json
 import math
 import os
 import resource
 import sys
+from collections.abc import Callable
+from pathlib import Path
+
+Grade = Callable[..., float]
 
 
-def main(memory_bytes: int, cpu_s: float) -> None:
-    """Prints `ready`, then one verdict for each {"gold", "answer"}."""
+def main(memory_bytes: int, cpu_s: float, function: str | None = None) -> None:
+    """Prints `ready`, or why it can't start, then one verdict for each list of arguments."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not be taken for a verdict
-    from beam_rl.verifiers.math import math_equal
-
-    math_equal("x + 1/2", "0.5 + x")  # the first answer must not pay for the parser's tables
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    try:
+        grade, used_bytes = (load(function), _address_space()) if function else (_mathematics(), 0)
+    except Exception as error:
+        print(_line(error), file=replies)
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + memory_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print("ready", file=replies)
     for line in sys.stdin:
@@ -26,15 +35,48 @@ def main(memory_bytes: int, cpu_s: float) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         limit = math.ceil(used.ru_utime + used.ru_stime + cpu_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-        item = json.loads(line)
-        error = None
-        right = False
+        problem, score = None, 0.0
         try:
-            right = math_equal(item["gold"], item["answer"])
+            score = float(grade(*json.loads(line)))
+            if not math.isfinite(score):
+                raise ValueError(f"a score of {score}")
         except Exception as exception:  # whatever a strange answer does to the parser: it is not right
-            error = f"{type(exception).__name__}: {str(exception)[:200]}"
-        print(json.dumps({"right": right, "error": error}), file=replies)
+            problem, score = _line(exception), 0.0
+        print(json.dumps({"score": score, "error": problem}), file=replies)
+
+
+def load(function: str) -> Grade:
+    """A user's function (response, gold answer, finish reason) → score, of `module:name` or `FILE.py:name`.
+
+    Raises whatever its module raises; ImportError or AttributeError where there is none.
+    """
+    where, _, name = function.rpartition(":")
+    if where.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(where).stem, Path(where).expanduser())
+        if spec is None or spec.loader is None or not Path(where).expanduser().is_file():
+            raise ImportError(f"no file {where}")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    return getattr(module, name)
+
+
+def _mathematics() -> Grade:
+    from beam_rl.verifiers.math import math_equal
+
+    math_equal("x + 1/2", "0.5 + x")  # the first answer must not pay for the parser's tables
+    return math_equal
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped, by the libraries that a user's module imports."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {str(error)[:200]}".split())
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    main(int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])

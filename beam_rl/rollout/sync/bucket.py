@@ -142,11 +142,16 @@ class Assembler:
         On a GPU the copies themselves are shorter than it takes to start one for each tensor.
         """
         own = data.to(self.device, copy=True)
+        views: dict[torch.dtype, Tensor] = {}  # the bucket as one vector of each dtype: a view a tensor, not three
         for e in bucket.entries:
-            if e.nbytes == e.whole_bytes:
-                yield e.name, _as_described(own.narrow(0, e.offset, e.nbytes), e)
-            else:
+            dtype = getattr(torch, e.dtype)
+            if e.nbytes != math.prod(e.shape) * dtype.itemsize:
                 yield from self.tensors(replace(bucket, entries=(e,)), own)
+                continue
+            if dtype not in views:
+                views[dtype] = own[: len(own) // dtype.itemsize * dtype.itemsize].view(dtype)
+            strides = [math.prod(e.shape[i + 1 :]) for i in range(len(e.shape))]
+            yield e.name, views[dtype].as_strided(e.shape, strides, e.offset // dtype.itemsize)
 
 
 def _as_described(raw: Tensor, entry: Entry) -> Tensor:

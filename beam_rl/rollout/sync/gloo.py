@@ -120,20 +120,22 @@ class GlooReceiver:
         self.group: Any = pair(self.store, local_host, worker, 1, join["deadline_s"])
         self.deadline_s = join["deadline_s"]
         self.buffers = [torch.empty(join["bucket_bytes"], dtype=torch.uint8) for _ in range(2)]
+        self.flights: list[Any] = [None, None]  # each slot's bytes and their transfer
 
     def start(self, slot: int, nbytes: int) -> None:
-        self.data = self.buffers[slot][:nbytes]
+        data = self.buffers[slot][:nbytes]
         try:
-            self.work: Any = broadcast(self.group, self.data, self.deadline_s)
+            self.flights[slot] = data, broadcast(self.group, data, self.deadline_s)
         except RuntimeError as error:
             raise SyncError(f"nothing can come from the trainer: {error}") from error
 
-    def wait(self, deadline_s: float) -> Tensor:
+    def wait(self, slot: int, deadline_s: float) -> Tensor:
+        data, work = self.flights[slot]
         try:
-            self.work.wait()
+            work.wait()
         except RuntimeError as error:
             raise SyncError(f"nothing came from the trainer: {error}") from error
-        return self.data
+        return data
 
     def close(self) -> None:
         self.group = self.store = None

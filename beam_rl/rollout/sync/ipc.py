@@ -1,6 +1,8 @@
 """Buckets on one GPU that trainer and engines share: the workers map the sender's two buffers through CUDA IPC.
 
-What travels beside is plain values: torch's handles of the buffers, no pickled functions. Knows nothing about Ray or vLLM.
+A bucket is announced as soon as its copies are under way: an event that both processes know has a worker's GPU wait for
+them. What travels beside is plain values: handles of buffers and events, no pickled functions. Knows nothing about Ray or
+vLLM.
 """
 
 from typing import Any
@@ -20,10 +22,12 @@ class IpcSender:
     def __init__(self, bucket_bytes: int, workers: int, device: torch.device) -> None:
         self.buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self.handles = [[_export(buffer) for buffer in self.buffers] for _ in range(workers)]
+        self.filled = [torch.cuda.Event(interprocess=True) for _ in range(2)]
         self.device = device
 
     def join_info(self) -> dict[str, Any]:
-        return {"transport": "ipc", "handles": self.handles}
+        events = [event.ipc_handle() for event in self.filled]
+        return {"transport": "ipc", "handles": self.handles, "filled": events}
 
     def has_arrived(self, rank: int, timeout_s: float) -> bool:
         return True  # who joins needs nothing from this side
@@ -31,7 +35,7 @@ class IpcSender:
     def connect(self) -> None: ...
 
     def start(self, slot: int, nbytes: int) -> None:
-        torch.cuda.current_stream(self.device).synchronize()  # another process knows nothing of this one's streams
+        self.filled[slot].record(torch.cuda.current_stream(self.device))
 
     def finish(self, slot: int) -> None: ...
     def abandon(self) -> None: ...
@@ -48,12 +52,15 @@ class IpcReceiver:
 
     def __init__(self, join: dict[str, Any], worker: int, device: torch.device) -> None:
         self.buffers = [_map(handle, join["bucket_bytes"], device) for handle in join["handles"][worker]]
+        self.filled = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in join["filled"]]
+        self.device = device
 
     def start(self, slot: int, nbytes: int) -> None:
-        self.data = self.buffers[slot][:nbytes]
+        self.nbytes = nbytes
 
-    def wait(self, deadline_s: float) -> Tensor:
-        return self.data
+    def wait(self, slot: int, deadline_s: float) -> Tensor:
+        torch.cuda.current_stream(self.device).wait_event(self.filled[slot])
+        return self.buffers[slot][: self.nbytes]
 
     def close(self) -> None:
         self.buffers = []

@@ -22,6 +22,7 @@ from beam_rl.rollout.sync.gloo import is_set, join_store, open_store
 from beam_rl.rollout.sync.transport import BROKE_OFF, SyncError
 
 SPIN_S = 0.02  # a bucket's own time, in which a look at the transfer follows the other: a sleep would be a tenth of it
+YIELD_S = 0.0  # lets this process's other threads run between two looks
 POLL_S = 2e-4  # between looks at a transfer that takes longer
 WATCH_S = 0.05  # between looks at the store, whether it was given up
 SIOCGIFADDR = 0x8915  # Linux: an interface's address
@@ -60,11 +61,12 @@ class NcclSender:
         self.ends[slot] = self.stream.record_event()
 
     def finish(self, slot: int) -> None:
-        end = time.monotonic() + self.deadline_s
+        start = time.monotonic()
         while not self.ends[slot].query():
-            if time.monotonic() > end:
-                raise SyncError("NCCL did not end a transfer that every engine has received")
-            time.sleep(POLL_S)
+            waited = time.monotonic() - start
+            if waited > self.deadline_s:
+                raise SyncError("NCCL did not end a transfer that every engine has begun to receive")
+            time.sleep(YIELD_S if waited < SPIN_S else POLL_S)
 
     def abandon(self) -> None:
         self.store.set("abandoned", "")
@@ -87,27 +89,28 @@ class NcclReceiver:
         self.store.set(f"joined/{worker}", "")
         self.buffers = [torch.empty(join["bucket_bytes"], dtype=torch.uint8, device=device) for _ in range(2)]
         self.stream = torch.cuda.Stream(device)
+        self.flights: list[Any] = [None, None]  # each slot's bytes and the end of their transfer, as a CUDA event
         self.comm: Any = communicator(join["id"], worker + 1, join["size"], device, join["deadline_s"])
 
     def start(self, slot: int, nbytes: int) -> None:
         if self.comm.disabled:  # it would say that all has come
             raise SyncError(f"the transfer {BROKE_OFF} before this bucket")
-        self.data = self.buffers[slot][:nbytes]
-        self.comm.broadcast(self.data, 0, stream=self.stream)
-        self.done = self.stream.record_event()
+        data = self.buffers[slot][:nbytes]
+        self.comm.broadcast(data, 0, stream=self.stream)
+        self.flights[slot] = data, self.stream.record_event()
 
-    def wait(self, deadline_s: float) -> Tensor:
+    def wait(self, slot: int, deadline_s: float) -> Tensor:
+        data, done = self.flights[slot]
         start = watched = time.monotonic()
-        while not self.done.query():
+        while not done.query():
             now = time.monotonic()
             if now - start > deadline_s:
                 raise self._broken(f"nothing came within {deadline_s:g} s")
             if now - watched > WATCH_S:
                 watched = now
                 self._watch()
-            if now - start > SPIN_S:
-                time.sleep(POLL_S)
-        return self.data
+            time.sleep(YIELD_S if now - start < SPIN_S else POLL_S)
+        return data
 
     def close(self) -> None:
         if self.comm is not None:

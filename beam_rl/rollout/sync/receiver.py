@@ -1,7 +1,8 @@
 """A worker's part of a weight sync, whatever the transport: receives buckets in their order and checks them.
 
 What it hands out owns its memory: when a bucket has been read, its buffer may change. Where the transport brings buckets
-into buffers of this side's own, one is unpacked while the next is on its way. Knows nothing about Ray or vLLM.
+into buffers of this side's own, one is awaited and unpacked while the next is on its way already, so that the way between
+is never idle. Knows nothing about Ray or vLLM.
 """
 
 import ctypes
@@ -22,10 +23,10 @@ class ReceiverEnd(Protocol):
     own_buffers: bool  # a bucket's bytes stay valid until the next but one is started; else until it is acknowledged
 
     def start(self, slot: int, nbytes: int) -> None:
-        """Begins to take a bucket; does not wait for it."""
+        """Begins to take a bucket, while one before it may still be on its way; does not wait for it."""
 
-    def wait(self, deadline_s: float) -> Tensor:
-        """(nbytes,) uint8 of the bucket that was started. SyncError if it doesn't come."""
+    def wait(self, slot: int, deadline_s: float) -> Tensor:
+        """(nbytes,) uint8 of the bucket that was started there. SyncError if it doesn't come."""
 
     def close(self) -> None:
         """Gives back what this end holds."""
@@ -42,7 +43,7 @@ class BucketReceiver:
         """Forgets what is left of an update before. The tensors of this one come out on `device`."""
         self.expected, self.device = 0, device
         self.assembler = Assembler(device)
-        self.arrived: tuple[Bucket, Tensor] | None = None  # not unpacked yet
+        self.under_way: tuple[Bucket, int, float] | None = None  # with its slot and deadline; not unpacked yet
 
     def receive(self, metadata: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """Tensors that have come whole, at the update's last bucket all that are left.
@@ -55,16 +56,17 @@ class BucketReceiver:
             raise SyncError(f"weight bucket {bucket.number} came in the place of {self.expected}")
         self.end.start(metadata["slot"], bucket.nbytes)
         yield from self._unpack()
-        self.arrived = bucket, self.end.wait(metadata["deadline_s"])
+        self.under_way = bucket, metadata["slot"], metadata["deadline_s"]
         if bucket.last or not self.end.own_buffers:
             yield from self._unpack()
         self.expected += 1  # only now: after a bucket that failed no other is taken
 
     def _unpack(self) -> Iterator[tuple[str, Tensor]]:
-        """What the bucket that has arrived completes."""
-        if self.arrived is None:
+        """What the bucket under way completes, once it is here."""
+        if self.under_way is None:
             return
-        (bucket, data), self.arrived = self.arrived, None
+        (bucket, slot, deadline_s), self.under_way = self.under_way, None
+        data = self.end.wait(slot, deadline_s)
         yield from self._tensors(bucket, data)
         for device in {data.device, self.device}:
             if device.type == "cuda":

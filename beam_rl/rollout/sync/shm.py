@@ -58,10 +58,10 @@ class ShmReceiver:
         self.pinned = [b for b in self.buffers if device.type == "cuda" and _pin(b, READ_ONLY)]
 
     def start(self, slot: int, nbytes: int) -> None:
-        self.data = self.buffers[slot][:nbytes]
+        self.nbytes = nbytes
 
-    def wait(self, deadline_s: float) -> Tensor:
-        return self.data
+    def wait(self, slot: int, deadline_s: float) -> Tensor:
+        return self.buffers[slot][: self.nbytes]
 
     def close(self) -> None:
         _unpin(self.pinned)

@@ -1,0 +1,54 @@
+"""Fused Triton kernels, with backward, for what lies between the matrix products of a Beam layer.
+
+Each module has its kernels, the function that the model calls, and `reference`, the same in plain torch. Forward they
+round where `reference` does; backward they keep FP32 throughout and round each gradient once. Each way reads its
+inputs once and writes its outputs once; what is cheap is computed again, and gradients of weights are partial sums of
+each program, added by torch: the same input gives the same bits. They know nothing about Megatron.
+
+Kernels are launched without `fp_fusion`: a fused multiply-add would leave out a rounding that torch has.
+"""
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+triton: Any
+tl: Any
+try:
+    triton, tl = import_module("triton"), import_module("triton.language")
+except ModuleNotFoundError:  # a torch for CPUs alone comes without it; nothing is launched there
+    triton = SimpleNamespace(jit=lambda function: function, knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=0)))
+    tl = SimpleNamespace(constexpr=lambda value: value)
+
+DTYPES = (torch.bfloat16, torch.float32)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """FP32 x, rounded to the nearest value that `dtype` (BF16 or FP32) has, the even one of two; still FP32."""
+    if INTERPRETED and dtype == tl.bfloat16:  # Triton's interpreter cuts off the bits that a GPU rounds
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def store_rounded(pointer, x, mask):
+    tl.store(pointer, rounded(x, pointer.dtype.element_ty).to(pointer.dtype.element_ty), mask=mask)
+
+
+def covers(*tensors: Tensor) -> bool:
+    """Whether the kernels are for these: on a GPU, in one dtype that they know."""
+    dtype = tensors[0].dtype
+    return dtype in DTYPES and all(x.is_cuda and x.dtype == dtype for x in tensors)
+
+
+def at_one_time(x: Tensor, warps: int, warps_per_sm: int) -> int:
+    """How many programs of so many warps the GPU that has x runs at one time."""
+    if x.device.type != "cuda":
+        return 3  # in Triton's interpreter
+    return torch.cuda.get_device_properties(x.device).multi_processor_count * warps_per_sm // warps

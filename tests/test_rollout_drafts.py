@@ -1,0 +1,120 @@
+"""Speculative decoding and vLLM's own arguments in a recipe, on a real CPU engine that drafts by n-grams."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from rollout_fixtures import VOCABULARY, Engines, Reference, RunningEngine, settings
+from test_rollout_engine import assert_agrees
+
+from beam_rl.errors import InputError
+from beam_rl.loop import StepError, draft_metrics
+from beam_rl.recipe.load import load
+from beam_rl.recipe.tree import Speculative
+from beam_rl.rollout.engine import Engine
+from beam_rl.rollout.launch import engine_args
+from beam_rl.samples import Completion, Request
+
+pytest_plugins = ["rollout_fixtures"]
+
+TINY = Path(__file__).parents[1] / "recipes" / "tiny_cpu.yaml"
+NGRAM = Speculative(tokens=3, options={"prompt_lookup_min": 1, "prompt_lookup_max": 3})
+PATTERN = [7, 9, 21, 7, 9, 22, 7, 9]  # so that 7 and 9 are drafted after what they followed before
+
+
+@pytest.fixture(scope="module")
+def drafting(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> RunningEngine:
+    """On the checkpoint of `engines.fp32`. Also with an argument that the recipe has no key for."""
+    where = engines.fp32.checkpoint
+    made = settings(where, "fp32", "ngram", tmp_path_factory.mktemp("ngram"), speculative=NGRAM)
+    actor = ray.remote(Engine).remote(made)
+    return RunningEngine(actor, ray.get(actor.start.remote(), timeout=300), where)
+
+
+def asked(count: int, response: int, temperature: float, seed: int) -> list[Request]:
+    """Prompts that repeat themselves, each with others in between."""
+    rng = np.random.default_rng(seed)
+    prompts = [[*rng.integers(3, VOCABULARY, 3).tolist(), *PATTERN] for _ in range(count)]
+    return [Request(f"{seed}-{i}", p, 1000 * seed + i, response, temperature) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logp_and_routes_are_those_of_transformers(
+    drafting: RunningEngine, references: dict[str, Reference], temperature: float
+) -> None:
+    """Of drafted tokens that were taken and of those that replaced one; what was refused leaves no route behind."""
+    before = drafting.call("counters")
+    requests = asked(48, 16, temperature, seed=int(10 * temperature))
+    assert_agrees(references["old"], requests, drafting.sample(requests), tolerance=2e-5)  # one division more
+    after = drafting.call("counters")
+    drafted, taken = after.drafted_tokens - before.drafted_tokens, after.accepted_tokens - before.accepted_tokens
+    assert drafted > 48 and 0 < taken < drafted and after.routes_held == 0
+
+
+def shares(got: dict[str, Completion], length: int) -> np.ndarray:
+    """(length, vocabulary) how often each token came at each place, among all responses."""
+    counts = np.zeros((length, VOCABULARY))
+    for completion in got.values():
+        for place, token in enumerate(completion.token_ids):
+            counts[place, token] += 1
+    return counts / len(got)
+
+
+def test_samples_are_distributed_as_without_drafts(drafting: RunningEngine, engines: Engines) -> None:
+    count, length = 400, 6
+    prompt = [5, 30, 41, *PATTERN]
+    with_drafts, without = (
+        shares(engine.sample([Request(f"{name}{i}", prompt, base + i, length, 0.7) for i in range(count)]), length)
+        for engine, name, base in ((drafting, "d", 50_000), (engines.fp32, "p", 90_000))
+    )
+    pooled = (with_drafts + without) / 2
+    spread = np.sqrt(2 * pooled * (1 - pooled) / count)
+    sure = pooled * count > 8  # else the difference is not nearly normal
+    assert sure[1:].sum() > 20
+    assert (np.abs(with_drafts - without)[sure] / spread[sure]).max() < 5
+
+
+def test_drafts_that_never_came_end_the_step() -> None:
+    assert draft_metrics(10, 4, 1) == {"rollout/drafted": 10, "rollout/draft_acceptance": 0.4}
+    with pytest.raises(StepError, match=r"step 1: rollout\.speculative is on, and the engines drafted not one token"):
+        draft_metrics(0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "refusal"),
+    [
+        (
+            "rollout.engine_args={max_num_seqs: 4}",
+            "rollout.engine_args.max_num_seqs: the recipe has rollout.max_num_seqs",
+        ),
+        ("rollout.engine_args={speculative_config: {}}", "the recipe has rollout.speculative for it"),
+        ("rollout.speculative={model: drafter}", "the method ngram has no drafter; name another method"),
+        ("rollout.speculative={tokens: 0}", r"rollout\.speculative\.tokens"),
+    ],
+)
+def test_what_the_recipe_can_say_otherwise_is_refused(key: str, refusal: str) -> None:
+    with pytest.raises(InputError, match=refusal):
+        load(TINY, [key])
+
+
+@pytest.mark.parametrize(
+    ("extra", "refusal"),
+    [
+        (
+            {"kv_cache_dtyp": "fp8"},
+            r"rollout\.engine_args\.kv_cache_dtyp: vllm.* has no such argument; did you mean kv_cache_dt",
+        ),
+        ({"load_format": "dummy"}, r"rollout\.engine_args\.load_format: this is set for these engines already"),
+    ],
+)
+def test_argument_that_vllm_lacks_or_that_is_taken_is_refused(tmp_path: Path, extra: dict, refusal: str) -> None:
+    with pytest.raises(InputError, match=refusal):
+        engine_args(settings(tmp_path, "fp32", "e", tmp_path, extra=extra))
+
+
+def test_other_arguments_reach_vllm(tmp_path: Path) -> None:
+    made = engine_args(settings(tmp_path, "fp32", "e", tmp_path, extra={"enable_prefix_caching": False}))
+    assert made["enable_prefix_caching"] is False and "speculative_config" not in made
+    drafts = engine_args(settings(tmp_path, "fp32", "e", tmp_path, speculative=NGRAM))["speculative_config"]
+    assert drafts == {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
