@@ -19,7 +19,7 @@ def planned(precision: str, recompute: str, tokens: int) -> float:
         top_k=c["num_experts_per_tok"],
         vocabulary=c["vocab_size"],
         value_bytes=2 if narrow else 4,
-        stacked=True,
+        fused=False,
     )
     there = activations.Tokens(tokens, tokens, tokens * sizes.top_k, tokens)
     stage = activations.Stage(dense=3, sparse=4, in_flight=1, last=True)

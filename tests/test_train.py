@@ -61,6 +61,15 @@ def test_a_step_that_the_recipe_names_is_traced(whole: Path) -> None:
     assert {"score", "forward and backward", "layers", "log-probabilities", "optimizer", "sync"} <= names
 
 
+def test_the_plan_foresaw_the_trainers_memory(whole: Path) -> None:
+    from beam_rl.plan.plan import make_plan
+    from beam_rl.recipe.load import load
+
+    before_the_trace = next(row for row in metrics(whole) if row["step"] == 2)
+    planned = make_plan(load(whole / "recipe.yaml")).ranks[0].peak.total
+    assert planned == pytest.approx(before_the_trace["memory/host_peak_bytes"], rel=0.1)
+
+
 @pytest.fixture(scope="module")
 def resumed(folder: Path) -> Iterator[Path]:
     """A run that was told to end after step 1, whose trainer was killed after step 2, and that went on both times."""

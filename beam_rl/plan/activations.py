@@ -1,8 +1,7 @@
-"""What a micro-batch's activations take on a rank: the tensors that autograd keeps, op by op, of the model as it is written.
+"""What a micro-batch's activations take on a rank: the tensors that autograd keeps, op by op, as the model is written.
 
-Pure functions of sizes. The counts follow `megatron/model.py`, `attention.py` and `logprobs.py`: a norm keeps its input
-and the normalized values in FP32, an expert's row its input, both halves of its first product, SiLU, the product and the
-output. `tests/test_plan_memory.py` compares them with what a real update has alive. Knows nothing about recipes.
+Pure functions of sizes. The counts follow `megatron/model.py`, `attention.py`, `kernels` and `logprobs.py`;
+`tests/test_plan_memory.py` compares them with what a real update has alive. Knows nothing about recipes.
 """
 
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ class Sizes:
     top_k: int
     vocabulary: int
     value_bytes: int  # of an activation
-    stacked: bool  # attention without Transformer Engine
+    fused: bool  # on a GPU: this project's kernels between products, Transformer Engine's attention
 
 
 @dataclass(frozen=True)
@@ -40,34 +39,35 @@ class Tokens:
     scored: float  # whose log-probabilities the rank computes
 
 
-def norm(width: int) -> int:
-    """Bytes a token that RMSNorm keeps, whatever the model's dtype: its input in FP32 and the normalized values."""
-    return 2 * FP32 * width
+def norm(sizes: Sizes) -> int:
+    """Bytes a token that RMSNorm keeps: its input, or in plain torch that in FP32 and the normalized values."""
+    return sizes.hidden * (sizes.value_bytes if sizes.fused else 2 * FP32)
 
 
 def attention(sizes: Sizes, tokens: Tokens) -> float:
     """Kept between the layer's input and the first residual add, both norms included."""
     v, h, q, k = sizes.value_bytes, sizes.hidden, sizes.queries, sizes.keys
-    on_stream = norm(h) + v * h + norm(h)
-    projected = v * (2 * q + 2 * k)  # one matrix, of which values are views
-    normed = norm(q) + (norm(k) if v < FP32 else FP32 * k)  # FP32 keys are views of it, too
+    on_stream = norm(sizes) + v * h + norm(sizes)
+    projected = v * (2 * q + 2 * k)  # one matrix, of which values and gate are views
     core = v * (q + k) + v * q  # with positions, and the output
-    if sizes.stacked:  # without Transformer Engine samples are padded and stacked, and the output is taken apart again
-        core += v * (q + 2 * k) + v * q
-    gated = 2 * v * q
-    return tokens.stream * on_stream + tokens.attended * (projected + normed + core + gated)
+    gated = v * q
+    if not sizes.fused:
+        projected += 2 * FP32 * (q + k) if v < FP32 else 2 * FP32 * q + FP32 * k  # norms; FP32 keys are views, too
+        core += v * (q + 2 * k) + v * q  # samples are padded and stacked, and the output is taken apart again
+        gated += v * q  # the sigmoid
+    return tokens.stream * on_stream + tokens.attended * (projected + core + gated)
 
 
 def gated_mlp(sizes: Sizes, width: int) -> int:
-    """Bytes a row between a SwiGLU's input and its output: SiLU's input and output, the other half, the rounded product."""
+    """Bytes a row between a SwiGLU's input and its output: the first product (plain torch: in FP32, and SiLU's output),
+    and what the second one takes."""
     v = sizes.value_bytes
-    first = v * 2 * width if v == FP32 else FP32 * width  # the first product itself, or its half made FP32
-    return first + FP32 * width + 2 * v * width
+    return v * 2 * width + v * width if sizes.fused else FP32 * 2 * width + FP32 * width + v * width
 
 
 def feed_forward_input(sizes: Sizes, tokens: Tokens) -> float:
     """The norm before an MLP, whose output goes in, and the one after it."""
-    return tokens.stream * (2 * norm(sizes.hidden) + sizes.value_bytes * sizes.hidden)
+    return tokens.stream * (2 * norm(sizes) + sizes.value_bytes * sizes.hidden)
 
 
 def dense_mlp(sizes: Sizes, tokens: Tokens) -> float:
@@ -83,9 +83,9 @@ def experts(sizes: Sizes, tokens: Tokens) -> float:
 
 def backward_peak(sizes: Sizes, tokens: Tokens, sparse: bool) -> float:
     """Gradients alive at one time beside what is kept: of experts' weighted outputs, which are FP32, or of an MLP's inside,
-    and some of the residual stream's in FP32."""
+    and some of the residual stream's (plain torch: in FP32)."""
     v, h = sizes.value_bytes, sizes.hidden
-    stream = tokens.stream * 4 * FP32 * h
+    stream = tokens.stream * 4 * (v if sizes.fused else FP32) * h
     if sparse:
         return stream + tokens.routed * (2 * FP32 + v) * h
     return stream + tokens.attended * (2 * FP32 + v) * sizes.dense
@@ -96,7 +96,7 @@ def head(sizes: Sizes, tokens: Tokens, chunk_tokens: int, trainable: bool, works
     v, h = sizes.value_bytes, sizes.hidden
     of_head = (FP32 + (v if v < FP32 else 0)) * sizes.vocabulary * h if trainable else 0
     logits = min(chunk_tokens, tokens.scored) * sizes.vocabulary * workspace_bytes
-    return tokens.stream * norm(h) + tokens.scored * 2 * v * h + of_head + logits
+    return tokens.stream * norm(sizes) + tokens.scored * 2 * v * h + of_head + logits
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,16 @@ def case_of(recipe: Recipe) -> Case:
     adapter, scheme = check_config_for(recipe, model.config)
     machine, on_gpus = machine_of(recipe)
     parallel, r = recipe.trainer.parallel, recipe.rollout
+    kv_in_fp8 = str(r.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8")
     engine = engine_shape(
-        model.config, r.parallel, SIZE[recipe.trainer.dtype], scheme, adapter, r.max_num_seqs, r.max_batched_tokens
+        model.config,
+        r.parallel,
+        SIZE[recipe.trainer.dtype],
+        scheme,
+        adapter,
+        r.max_num_seqs,
+        r.max_batched_tokens,
+        kv_value_bytes=1 if kv_in_fp8 else None,
     )
     shelves, nodes = seat(recipe, machine, on_gpus)
     shapes = rank_shapes(model.config, parallel, recipe.trainer.dtype, adapter)

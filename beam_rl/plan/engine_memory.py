@@ -45,15 +45,16 @@ def engine_shape(
     adapter: Adapter | None,
     max_num_seqs: int,
     max_batched_tokens: int,
+    kv_value_bytes: int | None = None,
 ) -> EngineShape:
     """The fullest worker's.
 
     Args:
         config: the model's config.json. value_bytes: of a weight that is not MXFP8, and of an activation.
-        scheme: the weights that are MXFP8.
+        scheme: the weights that are MXFP8. kv_value_bytes: of a value in the KV cache; None: as an activation.
     """
     kv_heads = -(-config["num_key_value_heads"] // parallel.tp)  # a head is copied where there are more workers
-    kv_layer = 2 * kv_heads * config["head_dim"] * value_bytes
+    kv_layer = 2 * kv_heads * config["head_dim"] * (kv_value_bytes or value_bytes)
     full, sliding = (sum(kind == k for k in config["layer_types"]) for kind in ("full_attention", "sliding_attention"))
     return EngineShape(
         weights=round(_weights(config, parallel, value_bytes, scheme)),

@@ -121,7 +121,7 @@ def sizes(case: Case) -> activations.Sizes:
         top_k=c["num_experts_per_tok"],
         vocabulary=c["vocab_size"] // p.tp,
         value_bytes=case.value_bytes,
-        stacked=not case.on_gpus,
+        fused=case.on_gpus,
     )
 
 

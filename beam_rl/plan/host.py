@@ -109,7 +109,7 @@ def _checkpoint(case: Case, rank: int) -> int:
 
 
 def nvme_of(case: Case, rank: int) -> int:
-    """Two generations of a rank's state, and one for every checkpoint that shares its files."""
+    """Two generations of a rank's state; checkpoints on the same file system take more (docs/nvme.md)."""
     if case.optimizer.offload != "nvme":
         return 0
     state = memory.state_bytes(case.shapes[rank], case.replicas, case.optimizer)
