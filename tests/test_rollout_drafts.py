@@ -1,6 +1,11 @@
 """Speculative decoding and vLLM's own arguments in a recipe, on a real CPU engine that drafts by n-grams."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +18,6 @@ from beam_rl.loop import StepError, draft_metrics
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Speculative
 from beam_rl.rollout.engine import Engine
-from beam_rl.rollout.launch import engine_args
 from beam_rl.samples import Completion, Request
 
 pytest_plugins = ["rollout_fixtures"]
@@ -98,23 +102,47 @@ def test_what_the_recipe_can_say_otherwise_is_refused(key: str, refusal: str) ->
         load(TINY, [key])
 
 
-@pytest.mark.parametrize(
-    ("extra", "refusal"),
-    [
-        (
-            {"kv_cache_dtyp": "fp8"},
-            r"rollout\.engine_args\.kv_cache_dtyp: vllm.* has no such argument; did you mean kv_cache_dt",
-        ),
-        ({"load_format": "dummy"}, r"rollout\.engine_args\.load_format: this is set for these engines already"),
-    ],
-)
-def test_argument_that_vllm_lacks_or_that_is_taken_is_refused(tmp_path: Path, extra: dict, refusal: str) -> None:
-    with pytest.raises(InputError, match=refusal):
-        engine_args(settings(tmp_path, "fp32", "e", tmp_path, extra=extra))
+ASKED = {
+    "misspelt": {"extra": {"kv_cache_dtyp": "fp8"}},
+    "taken": {"extra": {"load_format": "dummy"}},
+    "passed on": {"extra": {"enable_prefix_caching": False}},
+    "drafts": {"speculative": NGRAM.model_dump()},
+}
 
 
-def test_other_arguments_reach_vllm(tmp_path: Path) -> None:
-    made = engine_args(settings(tmp_path, "fp32", "e", tmp_path, extra={"enable_prefix_caching": False}))
-    assert made["enable_prefix_caching"] is False and "speculative_config" not in made
-    drafts = engine_args(settings(tmp_path, "fp32", "e", tmp_path, speculative=NGRAM))["speculative_config"]
-    assert drafts == {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+@pytest.fixture(scope="module")
+def arguments() -> dict[str, Any]:
+    """What vLLM would be started with, or why not; in another process, since Megatron's tests don't live beside vLLM."""
+    code = (
+        "import json, sys; from pathlib import Path; from rollout_fixtures import settings\n"
+        "from beam_rl.recipe.tree import Speculative; from beam_rl.rollout.launch import engine_args\n"
+        "found = {}\n"
+        "for name, asked in json.loads(sys.argv[1]).items():\n"
+        "    drafts = {'speculative': Speculative(**asked['speculative'])} if 'speculative' in asked else asked\n"
+        "    made = settings(Path('model'), 'fp32', 'engine', Path('logs'), **drafts)\n"
+        "    try: found[name] = {k: engine_args(made).get(k) for k in ('enable_prefix_caching', 'speculative_config')}\n"
+        "    except Exception as error: found[name] = f'{type(error).__name__}: {error}'\n"
+        "print(json.dumps(found))"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(ASKED)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_argument_that_vllm_lacks_or_that_is_taken_is_refused(arguments: dict[str, Any]) -> None:
+    start = "InputError: rollout.engine_args."
+    misspelt, taken = arguments["misspelt"], arguments["taken"]
+    assert misspelt.startswith(f"{start}kv_cache_dtyp: vllm") and "did you mean kv_cache_dtype" in misspelt
+    assert taken == f"{start}load_format: this is set for these engines already; leave it out"
+
+
+def test_other_arguments_reach_vllm(arguments: dict[str, Any]) -> None:
+    assert arguments["passed on"] == {"enable_prefix_caching": False, "speculative_config": None}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    assert arguments["drafts"]["speculative_config"] == drafts
