@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from two_nodes import SMALL_NODE, TINY  # isort: skip (before Ray)
 
@@ -21,6 +22,8 @@ from ray.cluster_utils import Cluster
 from beam_rl.seats import free_port
 
 ROOT = Path(__file__).parents[1]
+# On a machine with other work to do: Ray would give its workers what is left over, and its dashboard half a minute.
+os.environ |= {"RAY_worker_niceness": "0", "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "120"}
 
 
 def main(out: str, kill_after: str, *overrides: str) -> None:
@@ -30,9 +33,7 @@ def main(out: str, kill_after: str, *overrides: str) -> None:
         head |= {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
-            nodes = [
-                cluster.add_node(wait=False, num_cpus=1, node_ip_address=f"127.0.0.{i}", **SMALL_NODE) for i in (2, 3)
-            ]
+            nodes = [cluster.add_node(wait=False, **node(i)) for i in (2, 3)]
             cluster.wait_for_nodes()
             # As `ray start` writes it: a job's driver must not find another Ray of this machine.
             Path(temp, "ray_current_cluster").write_text(cluster.address)
@@ -47,6 +48,13 @@ def main(out: str, kill_after: str, *overrides: str) -> None:
         finally:
             ray.shutdown()
             cluster.shutdown()
+
+
+def node(i: int) -> dict[str, Any]:
+    """With a folder of its own for the job's files, as on a machine of its own: in a common one nodes write over each
+    other's while they are read."""
+    own = {"node_ip_address": f"127.0.0.{i}", "runtime_env_dir_name": f"runtime_resources_{i}"}
+    return {"num_cpus": 1, **own, **SMALL_NODE}
 
 
 def submit(port: int, out: Path, overrides: tuple[str, ...]) -> subprocess.Popen[str]:

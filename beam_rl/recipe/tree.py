@@ -330,8 +330,8 @@ class Cluster(Section):
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(600.0, description="until trainer and engines are ready")
     gpu: str | None = Field(
         None,
-        description="the machines of the plan: H100, H200, B200, GB300 or one of cluster.hardware; a run that can't fit "
-        "them is refused; default: this machine, as it is",
+        description="the plan's machines: H100, H200, B200, GB300 or one of cluster.hardware; a run that can't fit them "
+        "is refused; default: this machine, as it is",
     )
     nodes: Positive | None = Field(
         None, description="nodes of the cluster, for the plan; default: as many as are needed"
