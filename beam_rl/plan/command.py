@@ -62,13 +62,18 @@ def run(
 
 
 def show_for(recipe: "Recipe") -> None:
-    """The plan on stderr, for `train --dry-run`."""
+    """The plan on stderr, for `train --dry-run`; a line where there can't be one, as of a model that is not there yet."""
     from rich.console import Console
 
     from beam_rl.plan import table
     from beam_rl.plan.plan import make_plan
 
-    table.show(make_plan(recipe), Console(file=sys.stderr, highlight=False, soft_wrap=True))
+    try:
+        plan = make_plan(recipe)
+    except InputError as error:
+        print(f"no plan: {error}", file=sys.stderr)
+        return
+    table.show(plan, Console(file=sys.stderr, highlight=False, soft_wrap=True))
 
 
 def refuse_if_too_large(recipe: "Recipe") -> None:
