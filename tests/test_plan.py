@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cli import beam_rl, refused
+from test_cli import refused
+from typer.testing import CliRunner
 
+from beam_rl.cli import app
 from beam_rl.errors import InputError
 from beam_rl.plan.case import Case, case_of
 from beam_rl.plan.checkpoint_shapes import checkpoint_shapes
@@ -21,6 +23,7 @@ from beam_rl.recipe.load import load, parse
 from beam_rl.recipe.tree import Recipe
 
 FOLDER = Path(__file__).parents[1] / "recipes"
+TINY = FOLDER / "tiny_cpu.yaml"
 PARTS = {"weights", "gradients", "optimizer", "activations", "kv_cache", "adapters", "buffers"}
 
 
@@ -60,8 +63,8 @@ def keys_of(plan: Plan) -> list[str]:
 
 
 def test_the_json_has_the_fields_that_were_promised() -> None:
-    done = beam_rl("plan", FOLDER / "tiny_cpu.yaml", "--json", "--simulate", "trainer.parallel.pp=2")
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["plan", str(TINY), "--json", "--simulate", "trainer.parallel.pp=2"])
+    assert done.exit_code == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["fits"] is True and plan["problems"] == [] and plan["nvme_bytes"] == 0
     assert [rank["rank"] for rank in plan["ranks"]] == [0, 1]
@@ -78,10 +81,10 @@ def test_the_json_has_the_fields_that_were_promised() -> None:
 def test_a_recipe_that_does_not_fit_ends_with_1_and_training_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "machines.yaml").write_text("toy: {like: H100, hbm_bytes: 20e9, gpus_per_node: 1}\n")
     small = ["cluster.gpu=toy", f"cluster.hardware={tmp_path}/machines.yaml", "rollout.gpu_memory_utilization=0.99"]
-    done = beam_rl("plan", FOLDER / "tiny_cpu.yaml", *small)
-    assert done.returncode == 1 and "Exit" not in done.stderr
+    done = CliRunner().invoke(app, ["plan", str(TINY), *small])
+    assert done.exit_code == 1 and "Exit" not in done.stderr
     assert "does not fit" in done.stdout
-    line = refused("train", FOLDER / "tiny_cpu.yaml", *small, "--out", tmp_path / "run")
+    line = refused("train", TINY, *small, "--out", tmp_path / "run")
     assert "rollout.gpu_memory_utilization: rank 0 needs 19.9 GiB of 18.6 GiB while engines sample" in line
     assert not (tmp_path / "run").exists()
 
@@ -100,7 +103,7 @@ def test_all_weights_on_64_b200_fit_with_adam_on_nvme(full: Case) -> None:
     # 12 bytes a parameter, 8 of an FP32 router's, twice; a quarter of it on each of four nodes.
     routers = 49 * 256 * 5120
     state = 12 * (whole - biases - routers) + 8 * routers
-    assert sum(4 * 2 * s for s in [state / 4]) / 4 == pytest.approx(plan.nvme_bytes, rel=0.15)
+    assert plan.nvme_bytes == pytest.approx(2 * state / 4, rel=0.15)  # stages differ
     assert plan.ranks[0].moments["update"].optimizer == 0
     assert {place.name.split()[0] for place in plan.engines} == {"engine"} and len(plan.engines) == 32
 
@@ -138,7 +141,7 @@ def test_too_few_nodes_are_a_problem_and_an_engine_over_two_nodes_is_wrong_input
 
 def test_suggested_layouts_fit_and_are_overrides_of_the_recipe() -> None:
     case = case_of(recipe("tiny_cpu", "cluster.gpu=H200", "trainer.parallel.dp=4", "trainer.recompute=full"))
-    suggestions = suggest(case, Shares(), draw_lengths(256, 16, 0))
+    suggestions = suggest(case, Shares(), draw_lengths(256, 16, 0), tries=3)
     assert suggestions and [s.step_s for s in suggestions] == sorted(s.step_s for s in suggestions)
     assert "trainer.recompute=none" in suggestions[0].overrides  # everything fits, and that is quicker
     overrides = ("cluster.gpu=H200", "trainer.parallel.dp=4", *suggestions[0].overrides)

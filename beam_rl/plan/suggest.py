@@ -18,6 +18,7 @@ from beam_rl.plan.times import Shares
 from beam_rl.recipe.tree import Parallel, Recipe
 
 TRIES = 8  # layouts that the real model is built for
+SHOWN = 5
 SIZES = (1, 2, 4, 8, 16, 32)
 RECOMPUTE = ("none", "selective", "full")
 
@@ -29,9 +30,9 @@ class Suggestion:
     step_s: float
 
 
-def suggest(case: Case, shares: Shares, lengths: NDArray[np.float64], most: int = 5) -> list[Suggestion]:
+def suggest(case: Case, shares: Shares, lengths: NDArray[np.float64], tries: int = TRIES) -> list[Suggestion]:
     """Layouts of `trainer.parallel` and `trainer.recompute` that fit, the quickest first."""
-    layouts = list(islice(_ordered(case), TRIES))
+    layouts = list(islice(_ordered(case), tries))
     shapes = shapes_of_layouts(case.config, layouts, case.recipe.trainer.dtype, case.adapter)
     found: list[Suggestion] = []
     for parallel, of_ranks in zip(layouts, shapes, strict=True):
@@ -43,7 +44,7 @@ def suggest(case: Case, shares: Shares, lengths: NDArray[np.float64], most: int 
             if plan.fits:
                 found.append(_suggestion(plan, case.recipe))
                 break
-    return sorted(found, key=lambda s: s.step_s)[:most]
+    return sorted(found, key=lambda s: s.step_s)[:SHOWN]
 
 
 def _ordered(case: Case) -> Iterator[Parallel]:
