@@ -97,8 +97,8 @@ def train(
     from beam_rl.start import run_training
 
     interrupts.install(resolved.checkpoint.grace_s)
-    plan_command.refuse_if_too_large(resolved)
     try:
+        plan_command.refuse_if_too_large(resolved)
         run_training(resolved, out or Path("runs") / resolved.name, resume)
     except interrupts.Interrupted as end:
         lost = f", {end.lost}" if end.lost else ""

@@ -134,9 +134,11 @@ class Loop:
             step.number, [s.record(self.inputs.decode(s.prompt.token_ids)) for s in self.shown(rollout.samples)]
         )
         batch = build(rollout.groups, self.recipe, self.inputs.num_experts)
-        step.log(rollout_metrics(rollout, batch, step.number) | self.engine_metrics())
+        of_engines = self.engine_metrics()
+        step.log(rollout_metrics(rollout, batch, step.number) | of_engines)
         if self.recipe.rollout.speculative is not None:
-            step.log(draft_metrics(*self.engines.take_drafts(), step.number))
+            lost = of_engines["rollout/engine_restarts"] > 0
+            step.log(draft_metrics(*self.engines.take_drafts(), step.number, lost))
         with step.phase("handing the GPUs over", "turn"):
             self.turns.to_trainer()
         with self.traced(step.number):
@@ -353,8 +355,10 @@ def evaluation_metrics(scores: Evaluation, task: str) -> dict[str, float]:
     return found
 
 
-def draft_metrics(drafted: int, accepted: int, step: int) -> dict[str, float]:
-    """What speculative decoding did. StepError if it did nothing."""
+def draft_metrics(drafted: int, accepted: int, step: int, lost: bool = False) -> dict[str, float]:
+    """What speculative decoding did. StepError if it did nothing, and no engine was lost, which takes its counts along."""
+    if not drafted and lost:
+        return {"rollout/drafted": 0}
     if not drafted:
         raise StepError(
             f"step {step}: rollout.speculative is on, and the engines drafted not one token; ngram drafts what repeats: "

@@ -83,6 +83,7 @@ def test_drafts_that_never_came_end_the_step() -> None:
     assert draft_metrics(10, 4, 1) == {"rollout/drafted": 10, "rollout/draft_acceptance": 0.4}
     with pytest.raises(StepError, match=r"step 1: rollout\.speculative is on, and the engines drafted not one token"):
         draft_metrics(0, 0, 1)
+    assert draft_metrics(0, 0, 1, lost=True) == {"rollout/drafted": 0}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,11 @@ class Part:
     rows: range
     columns: range | None
     into: int
+    shape: tuple[int, ...] | None = None  # None: as in the fixture's files
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return self.shape or {"a": (40, 6000), "v": (7,), "b": (30, 8)}.get(self.name, ())
 
 
 @pytest.fixture
@@ -71,7 +76,8 @@ def test_slices_of_several_files_fill_one_parameter_in_its_own_type(folder: Path
 
 def test_what_is_damaged_or_does_not_fit_is_refused_in_one_line(folder: Path) -> None:
     def read(name: str, rows: int, width: int) -> None:
-        SafetensorsFolder(folder).read_into([(torch.zeros(rows, width), [Part(name, range(rows), None, 0)])])
+        part = Part(name, range(rows), None, 0, (rows, width))
+        SafetensorsFolder(folder).read_into([(torch.zeros(rows, width), [part])])
 
     with pytest.raises(InputError, match="no tensor c"):
         read("c", 1, 1)
@@ -79,6 +85,8 @@ def test_what_is_damaged_or_does_not_fit_is_refused_in_one_line(folder: Path) ->
         read("b", 30, 9)
     with pytest.raises(InputError, match=r"b has the shape \[30, 8\]"):
         read("b", 31, 8)
+    with pytest.raises(InputError, match=r"b has the shape \[30, 8\], and config.json says \[29, 8\]"):
+        read("b", 29, 8)  # whose rows are there, with one too many
     whole = (folder / "model-2.safetensors").read_bytes()
     (folder / "model-2.safetensors").write_bytes(whole[:-100])
     with pytest.raises(InputError, match="model-2.safetensors: ends before byte"):

@@ -259,7 +259,15 @@ def test_workers_have_no_keys_in_their_environment(monkeypatch: pytest.MonkeyPat
 
 
 OWN = """
-import math, sys, time
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass
+class Unit:
+    name: str
 
 def graded(response, gold, finish_reason):
     print("said by the user's code")
@@ -269,7 +277,7 @@ def graded(response, gold, finish_reason):
         return math.nan
     while response == "hang":
         pass
-    return len(response) / 10 + (gold == "5") + (finish_reason == "stop")
+    return len(response) / 100 + (gold == "5") / 4 + (finish_reason == "stop") / 2
 """
 
 
@@ -284,10 +292,10 @@ def test_own_function_gives_the_score_and_its_faults_cost_one_item(own_reward: s
     with make_verifier(Verifier(name=own_reward, workers=1, timeout_s=LIMIT_S)) as pool:
         said = ["seven", "raise", "nan", "hang", "abc"]
         verdicts = pool.score([VerifyItem(response, "5", "length") for response in said])
-        assert [verdict.score for verdict in verdicts] == pytest.approx([1.5, 0, 0, 0, 1.3])
+        assert [verdict.score for verdict in verdicts] == pytest.approx([0.3, 0, 0, 0, 0.28])
         assert [verdict.error for verdict in verdicts][1:3] == [
             "ValueError: no such unit",
-            "ValueError: a score of nan",
+            "ValueError: a score of nan, which is not between 0 and 1",
         ]
         assert [verdict.timed_out for verdict in verdicts] == [False, False, False, True, False]
 
@@ -295,7 +303,7 @@ def test_own_function_gives_the_score_and_its_faults_cost_one_item(own_reward: s
 def test_module_in_the_working_directory_is_found(own_reward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(own_reward.rpartition(":")[0]).parent)
     with VerifierPool(workers=1, function="reward:graded") as pool:
-        assert pool.score([VerifyItem("", "5", "stop")])[0].score == 2
+        assert pool.score([VerifyItem("", "5", "stop")])[0].score == 0.75
 
 
 @pytest.mark.parametrize(
@@ -304,6 +312,7 @@ def test_module_in_the_working_directory_is_found(own_reward: str, monkeypatch: 
         ("nowhere.py:score", r"verifier\.name = nowhere\.py:score: ImportError: no file nowhere\.py"),
         ("no_such_module:score", r"ModuleNotFoundError: No module named 'no_such_module'"),
         ("json:score", r"AttributeError: module 'json' has no attribute 'score'"),
+        ("os:getcwd", r"TypeError: too many positional arguments"),
     ],
 )
 def test_function_that_is_not_there_is_refused_before_anything_starts(name: str, refusal: str) -> None:

@@ -39,6 +39,8 @@ class SliceLike(Protocol):
     def columns(self) -> range | None: ...
     @property
     def into(self) -> int: ...
+    @property
+    def whole(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,9 @@ class SafetensorsFolder:
         stored = self.tensors.get(part.name)
         if stored is None:
             raise InputError(f"the checkpoint has no tensor {part.name}")
-        width = stored.shape[1:] if part.columns is None else (len(part.columns),)
-        fits = part.rows.stop <= stored.shape[0] and width == tuple(target.shape[1:])
-        if not fits or (part.columns is not None and part.columns.stop > stored.shape[1]):
-            raise InputError(f"{stored.file}: {part.name} has the shape {list(stored.shape)}, which the model's is not")
+        if tuple(stored.shape) != part.whole:
+            shapes = f"{list(stored.shape)}, and config.json says {list(part.whole)}"
+            raise InputError(f"{stored.file}: {part.name} has the shape {shapes}")
         rows = max(1, BLOCK_BYTES // max(1, stored.row_bytes))
         for first in range(part.rows.start, part.rows.stop, rows):
             some = range(first, min(first + rows, part.rows.stop))

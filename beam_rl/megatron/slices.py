@@ -32,6 +32,7 @@ class Slice:
     rows: range
     columns: range | None  # None: all; always of a vector
     into: int
+    whole: tuple[int, ...]  # the shape that the checkpoint tensor has to have
 
 
 @dataclass(frozen=True)
@@ -81,32 +82,34 @@ def _share(name: str) -> tuple[int, int]:
 
 def _cut(mapping: object, tensor: Tensor, index: int, ranks: int) -> Iterator[Slice]:
     """The slices of one parameter; `tensor` is the rank's part of it."""
-    rows = len(tensor)
+    rows, rest = len(tensor), tuple(tensor.shape[1:])
     mine = range(index * rows, (index + 1) * rows)
     match mapping:
         case QKVGateMapping():
-            yield from _qkvg(mapping, index, ranks)
+            yield from _qkvg(mapping, index, ranks, rest)
         case GatedMLPMapping():
             half = rows // 2
             for i, part in enumerate(("gate", "up")):
-                yield Slice(mapping.hf_param[part], range(index * half, (index + 1) * half), None, i * half)
+                here, whole = range(index * half, (index + 1) * half), (half * ranks, *rest)
+                yield Slice(mapping.hf_param[part], here, None, i * half, whole)
         case ColumnParallelMapping():
-            yield Slice(str(mapping.hf_param), mine, None, 0)
+            yield Slice(str(mapping.hf_param), mine, None, 0, (rows * ranks, *rest))
         case RowParallelMapping():
             width = tensor.shape[1]
             columns = None if ranks == 1 else range(index * width, (index + 1) * width)
-            yield Slice(str(mapping.hf_param), range(rows), columns, 0)
+            yield Slice(str(mapping.hf_param), range(rows), columns, 0, (rows, width * ranks))
         case ReplicatedMapping():
-            yield Slice(str(mapping.hf_param), range(rows), None, 0)
+            yield Slice(str(mapping.hf_param), range(rows), None, 0, (rows, *rest))
         case _:
             raise KeyError(f"no rule for how a {type(mapping).__name__} is cut")
 
 
-def _qkvg(mapping: QKVGateMapping, index: int, ranks: int) -> Iterator[Slice]:
+def _qkvg(mapping: QKVGateMapping, index: int, ranks: int, rest: tuple[int, ...]) -> Iterator[Slice]:
     """For each KV group of the rank its q heads, gate heads, k head and v head: `bridge.merge_qkvg`'s order."""
     wide, narrow = mapping.heads // mapping.groups * mapping.head_dim, mapping.head_dim
     each, into = mapping.groups // ranks, 0
     for group in range(index * each, (index + 1) * each):
         for part, size in (("q", wide), ("gate", wide), ("k", narrow), ("v", narrow)):
-            yield Slice(mapping.hf_param[part], range(group * size, (group + 1) * size), None, into)
+            here, whole = range(group * size, (group + 1) * size), (mapping.groups * size, *rest)
+            yield Slice(mapping.hf_param[part], here, None, into, whole)
             into += size

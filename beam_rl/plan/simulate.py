@@ -32,8 +32,11 @@ def lengths_of_run(run: Path) -> NDArray[np.float64]:
     """Response lengths in tokens from a run's samples. InputError if it has none."""
     found = []
     for file in sorted((run / "samples").glob("*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            found.append(float(len(json.loads(line)["token_ids"])))
+        with file.open(encoding="utf-8") as lines:
+            try:
+                found += [float(len(json.loads(line)["token_ids"])) for line in lines]
+            except (ValueError, KeyError, TypeError):
+                raise InputError(f"--lengths {run}: {file} has a line that is no sample") from None
     if not found:
         raise InputError(f"--lengths {run}: no samples there (logging.samples_per_step)")
     return np.asarray(found)

@@ -122,7 +122,9 @@ def _read_steps(folder: Path, gaps: list[str]) -> dict[int, list[Json]]:
 def _read_lines(file: Path, gaps: list[str]) -> list[Json]:
     """A file's JSON objects, one a line. What is not one is left out, and said."""
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (
+            file.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+        )  # a text may hold others
     except FileNotFoundError:
         gaps.append(f"{file.name} is missing.")
         return []

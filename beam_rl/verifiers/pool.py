@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -151,7 +152,8 @@ class VerifierPool:
         assert worker.process.stdin and worker.process.stdout
         self._selector.unregister(worker.process.stdout)
         self._workers.remove(worker)
-        worker.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)  # and what a user's function has started
         status = worker.process.wait()
         worker.process.stdout.close()
         with contextlib.suppress(BrokenPipeError):  # it died with a line unread

@@ -7,6 +7,7 @@ torch nor transformers by itself.
 
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -38,28 +39,34 @@ def main(memory_bytes: int, cpu_s: float, function: str | None = None) -> None:
         problem, score = None, 0.0
         try:
             score = float(grade(*json.loads(line)))
-            if not math.isfinite(score):
-                raise ValueError(f"a score of {score}")
+            if not 0 <= score <= 1:  # not a number included
+                raise ValueError(f"a score of {score}, which is not between 0 and 1")
         except Exception as exception:  # whatever a strange answer does to the parser: it is not right
             problem, score = _line(exception), 0.0
         print(json.dumps({"score": score, "error": problem}), file=replies)
 
 
 def load(function: str) -> Grade:
-    """A user's function (response, gold answer, finish reason) → score, of `module:name` or `FILE.py:name`.
+    """A user's function (response, gold answer, finish reason) → score from 0 to 1, of `module:name` or `FILE.py:name`.
 
-    Raises whatever its module raises; ImportError or AttributeError where there is none.
+    Raises whatever its module raises; ImportError or AttributeError where there is none; TypeError for one that does not
+    take three arguments.
     """
     where, _, name = function.rpartition(":")
     if where.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(where).stem, Path(where).expanduser())
-        if spec is None or spec.loader is None or not Path(where).expanduser().is_file():
+        file = Path(where).expanduser().resolve()
+        spec = importlib.util.spec_from_file_location(f"own_reward_{file.stem}", file)
+        if spec is None or spec.loader is None or not file.is_file():
             raise ImportError(f"no file {where}")
+        sys.path.append(str(file.parent))  # for its neighbours
         module = importlib.util.module_from_spec(spec)
+        sys.modules[module.__name__] = module  # which data classes and pickle look up
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(where)
-    return getattr(module, name)
+    found = getattr(module, name)
+    inspect.signature(found).bind("", "", "")
+    return found
 
 
 def _mathematics() -> Grade:

@@ -67,6 +67,7 @@ class GlooSender:
     """`host` is the address that the workers reach this process at."""
 
     shared_fate = False
+    begins_early = True
 
     def __init__(self, bucket_bytes: int, host: str, workers: int, deadline_s: float) -> None:
         self.host, self.workers, self.deadline_s = host, workers, deadline_s

@@ -18,6 +18,7 @@ class IpcSender:
     """`buffers` are on `device`. torch counts who maps a buffer, so each worker gets handles of its own."""
 
     shared_fate = False
+    begins_early = False
 
     def __init__(self, bucket_bytes: int, workers: int, device: torch.device) -> None:
         self.buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]

@@ -32,6 +32,7 @@ class NcclSender:
     """Rank 0 of a communicator with all workers; `host` is the address that they reach this process at."""
 
     shared_fate = True
+    begins_early = True
 
     def __init__(self, bucket_bytes: int, host: str, workers: int, deadline_s: float, device: torch.device) -> None:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary

@@ -23,6 +23,7 @@ class ShmSender:
     """`buffers` are shared with every worker that has joined."""
 
     shared_fate = False
+    begins_early = False
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
         self.segments = [_create(bucket_bytes) for _ in range(2)]

@@ -1,7 +1,8 @@
 """The sender's part of a weight sync, whatever the transport: packs, announces, waits, and says who failed.
 
 Two buffers of fixed size are filled in turn: one is packed while the other travels and is loaded. An engine's reply to a
-bucket's announcement is its acknowledgement. Promises: every wait ends within the deadline; a failure names the engines
+bucket's announcement is its acknowledgement; where receivers begin with the next bucket before they wait for the last, it is
+that of the bucket before. Promises: every wait ends within the deadline; a failure names the engines
 that failed; when it is raised, no other engine is still reading a buffer. Knows nothing about Ray or vLLM.
 """
 
@@ -48,6 +49,9 @@ class SenderEnd(Protocol):
 
     buffers: list[Tensor]  # two, (bucket_bytes,) uint8
     shared_fate: bool  # whether one receiver's failure ends the others' transfers
+    begins_early: (
+        bool  # whether a reply says only that its bucket was begun with, and that those before it have arrived
+    )
 
     def join_info(self) -> dict[str, Any]:
         """What a receiver needs to join (`link.open_receiver`), in plain values."""
@@ -158,9 +162,10 @@ class WeightSender:
     def _land(self) -> None:
         """Waits until every engine has taken the oldest bucket on its way."""
         flight = self.flights[0]
-        _, waiting = wait(flight.replies, max(0.01, flight.end - time.monotonic()), FIRST_EXCEPTION)
-        if waiting or any(reply.exception() for reply in flight.replies):
-            raise self._failure(flight)
+        for telling in self.flights[: 2 if self.end.begins_early else 1]:
+            _, waiting = wait(telling.replies, max(0.01, telling.end - time.monotonic()), FIRST_EXCEPTION)
+            if waiting or any(reply.exception() for reply in telling.replies):
+                raise self._failure(telling)
         self.end.finish(flight.slot)
         del self.flights[0]
 
