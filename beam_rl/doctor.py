@@ -62,7 +62,7 @@ def _packages(has_gpu: bool) -> Iterator[Check]:
     """The versions this package was tested with: those that its own metadata pins."""
     extra = "gpu" if _version("vllm") else "cpu"
     for requirement in importlib.metadata.requires("beam-rl") or []:
-        pinned = re.match(r"([\w.-]+)==([\w.+-]+)\s*(?:;.*extra == ['\"](\w+)['\"])?", requirement)
+        pinned = re.match(r"([\w.-]+)(?:\[[\w,-]+\])?==([\w.+-]+)\s*(?:;.*extra == ['\"](\w+)['\"])?", requirement)
         if not pinned or pinned[3] not in (None, extra):
             continue
         name, wanted, found = pinned[1], pinned[2], _version(pinned[1])

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def main(out: str, kill_after: str, *overrides: str) -> None:
             cluster.wait_for_nodes()
             # As `ray start` writes it: a job's driver must not find another Ray of this machine.
             Path(temp, "ray_current_cluster").write_text(cluster.address)
+            wait_for_agent(port)
             job = submit(port, Path(out), overrides)
             try:
                 runs.wait_for_step(Path(out), int(kill_after), job)
@@ -55,6 +57,21 @@ def node(i: int) -> dict[str, Any]:
     other's while they are read."""
     own = {"node_ip_address": f"127.0.0.{i}", "runtime_env_dir_name": f"runtime_resources_{i}"}
     return {"num_cpus": 1, **own, **SMALL_NODE}
+
+
+def wait_for_agent(port: int) -> None:
+    """Ray refuses a job until a node's agent has reported, which takes a busy machine some seconds."""
+    from ray.job_submission import JobSubmissionClient
+
+    end = time.monotonic() + 120
+    while True:
+        try:
+            JobSubmissionClient(f"http://127.0.0.1:{port}").submit_job(entrypoint="true")
+            return
+        except (RuntimeError, ConnectionError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(1)
 
 
 def submit(port: int, out: Path, overrides: tuple[str, ...]) -> subprocess.Popen[str]:
