@@ -25,7 +25,7 @@ RANKS = (0, 3, 7)
 
 def config_of(gigabytes: float) -> dict[str, Any]:
     """The 501B model's pattern with narrower layers: 12 of them, 64 experts, as wide as makes the size."""
-    from beam_rl.plan.checkpoint_shapes import checkpoint_shapes
+    from beam_rl.checkpoint_shapes import checkpoint_shapes
     from beam_rl.plan.description import beam_501b
 
     config = beam_501b()
@@ -44,7 +44,7 @@ def write(folder: Path, config: dict[str, Any]) -> int:
     import torch
     from safetensors.torch import save_file
 
-    from beam_rl.plan.checkpoint_shapes import checkpoint_shapes, is_fp32
+    from beam_rl.checkpoint_shapes import checkpoint_shapes, is_fp32
     from beam_rl.plan.description import write_config
 
     write_config(folder, config)

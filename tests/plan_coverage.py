@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from beam_rl.plan.checkpoint_shapes import checkpoint_shapes
+from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.plan.model_shapes import as_rank, build_on_meta
 from beam_rl.recipe.tree import Parallel
 

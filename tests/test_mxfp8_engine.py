@@ -15,6 +15,7 @@ from rollout_fixtures import settings
 from safetensors.torch import load_file
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mxfp8_to_bf16
 
+from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.errors import InputError
 from beam_rl.inputs import scheme_for
 from beam_rl.mxfp8.format import quantize
@@ -22,7 +23,6 @@ from beam_rl.mxfp8.restore import Restored
 from beam_rl.mxfp8.scheme import SCALE, Scheme, scheme_of
 from beam_rl.recipe.load import RecipeError, load
 from beam_rl.rollout.engine import Engine
-from beam_rl.rollout.names import checkpoint_names
 from beam_rl.samples import Request
 
 STEPS, KEPT = 10, 1  # twenty updates; a layer at the end stays BF16
@@ -74,7 +74,7 @@ def test_trainer_and_engine_agree_at_every_step(live: LiveRun) -> None:
 
 def test_the_engine_holds_the_trainers_bits_after_twenty_updates(live: LiveRun, exported: Path, scheme: Scheme) -> None:
     held, seen = load_file(exported / "model.safetensors"), 0
-    for name in checkpoint_names(config(exported)):
+    for name in checkpoint_shapes(vars(config(exported))):
         theirs = torch.from_numpy(live.weights_of(0, name).copy())
         ours = held[name]
         if name + SCALE in held:
@@ -82,7 +82,7 @@ def test_the_engine_holds_the_trainers_bits_after_twenty_updates(live: LiveRun, 
             ours, seen = dequant_mxfp8_to_bf16(ours, held[name + SCALE]), seen + 1
         bits = ours if ours.dtype == torch.float32 else ours.bfloat16().view(torch.uint16)
         assert torch.equal(theirs, bits.to(theirs.dtype)), name
-    assert seen == sum(scheme.has(name) for name in checkpoint_names(config(exported))) > 100
+    assert seen == sum(scheme.has(name) for name in checkpoint_shapes(vars(config(exported)))) > 100
     assert held["model.layers.3.mlp.gate.weight"].dtype == torch.float32
 
 

@@ -10,10 +10,10 @@ import pytest
 from test_cli import refused
 from typer.testing import CliRunner
 
+from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.cli import app
 from beam_rl.errors import InputError
 from beam_rl.plan.case import Case, case_of
-from beam_rl.plan.checkpoint_shapes import checkpoint_shapes
 from beam_rl.plan.hardware import TABLE, find
 from beam_rl.plan.plan import Plan, make_plan
 from beam_rl.plan.simulate import Pieces, draw_lengths, in_turn, lengths_of_run, one_step_off, simulate

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BeamConfig, BeamForCausalLM
 
-from beam_rl.plan.checkpoint_shapes import checkpoint_shapes
+from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.plan.description import beam_501b, describe
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Parallel

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from beam_rl.bench.moe_lora import Case, model_config
+from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.checksum import SentChecksum
 from beam_rl.lora import ALL_TARGETS, Adapter, adapter_modules, adapter_tensors, repeated_tensors
 from beam_rl.mxfp8.format import rounded
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.rollout.engine import Engine
 from beam_rl.rollout.launch import EngineSettings
-from beam_rl.rollout.names import checkpoint_names
 from beam_rl.rollout.sync.link import Link
 from beam_rl.rollout.sync.local import LocalSync
 from beam_rl.samples import Request
@@ -53,10 +53,8 @@ Firsts = list[list[tuple[int, float]]]  # of each prompt, the most likely tokens
 def make_checkpoint(folder: Path) -> Tensors:
     """A random Beam in BF16 whose next tokens hang on every projection; the tensors by their HF names."""
     generator = torch.Generator().manual_seed(0)
-    projections = {f"{m.name}.weight": (m.outputs, m.inputs) for m in adapter_modules(ADAPTER, CONFIG)}
     weights: Tensors = {}
-    for name in sorted(checkpoint_names(SimpleNamespace(**CONFIG))):
-        shape = projections.get(name) or shape_of(name)
+    for name, shape in sorted(checkpoint_shapes(CONFIG).items()):
         if len(shape) == 1:
             weights[name] = torch.ones(shape) if "norm" in name else torch.zeros(shape)
             continue
@@ -66,17 +64,6 @@ def make_checkpoint(folder: Path) -> Tensors:
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return kept
-
-
-def shape_of(name: str) -> tuple[int, ...]:
-    """Of what has no adapter."""
-    if name in ("model.embed_tokens.weight", "lm_head.weight"):
-        return CONFIG["vocab_size"], CONFIG["hidden_size"]
-    if name.endswith("mlp.gate.weight"):
-        return CONFIG["num_experts"], CONFIG["hidden_size"]
-    ends = {"e_score_correction_bias": "num_experts", "gate_bias": "num_attention_heads", "q_norm.weight": "head_dim"}
-    ends |= {"k_norm.weight": "head_dim"}
-    return (CONFIG[next((key for end, key in ends.items() if name.endswith(end)), "hidden_size")],)
 
 
 def make_adapter(config: dict[str, Any], kind: str) -> Tensors:
@@ -218,5 +205,6 @@ def test_adapter_of_a_kind_is_the_adapter_merged(kind: str, base: str, sampled: 
     print(
         f"{kind} on {base}: the same first tokens with it merged {share:.0%}, |Δlogp| {gap:.3f}; without it {without:.0%}"
     )
-    assert share > 0.75 and gap < 0.25  # BF16 twice: B·A is rounded into the weights of one, and routes flip
+    # BF16 twice: B·A is rounded into the weights of one, and routes flip; Marlin and Triton sum in other orders too.
+    assert share > (0.85 if base == "bf16" else 0.75) and gap < 0.25
     assert without < share - 0.2

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from beam_rl.rollout.engine import Engine
     from beam_rl.rollout.launch import EngineSettings
+    from beam_rl.samples import Request
 
 PROMPT_TOKENS, EOS = 4, 1
 RUNS = 5  # of which the fastest counts: other work on the machine only ever slows it down
@@ -207,16 +208,20 @@ async def _measure(case: Case, settings: "EngineSettings") -> Measured:
         await engine.stop()
 
 
-async def _tokens_per_second(engine: "Engine", case: Case, seed: int) -> float:
+def requests(case: Case, seed: int) -> list["Request"]:
+    """As many as the case samples at the same time; each seed has ids of its own."""
     from beam_rl.samples import Request
 
     first = range(2, 2 + PROMPT_TOKENS)
-    asked = [
+    return [
         Request(f"{seed}-{i}", [(t + 7 * i) % case.vocabulary for t in first], 1000 * seed + i, case.tokens, 1.0)
         for i in range(case.concurrency)
     ]
+
+
+async def _tokens_per_second(engine: "Engine", case: Case, seed: int) -> float:
     start = time.perf_counter()
-    sampled = [len(done.token_ids) async for done in engine.generate(asked)]
+    sampled = [len(done.token_ids) async for done in engine.generate(requests(case, seed))]
     return sum(sampled) / (time.perf_counter() - start)
 
 

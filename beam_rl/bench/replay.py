@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from beam_rl.bench.moe_lora import PROMPT_TOKENS, SMALL, Case, engine_settings, model_config
+from beam_rl.bench.moe_lora import SMALL, Case, engine_settings, model_config, requests
 from beam_rl.bench.result import AsJson, Result, show
 
 if TYPE_CHECKING:
@@ -86,12 +86,8 @@ async def _measure(case: Case, settings: "EngineSettings") -> Measured:
 
 
 async def _sample(engine: Any, case: Case, seed: int) -> Measured:
-    from beam_rl.samples import Request
-
-    prompts = [[(t + 7 * i) % case.vocabulary for t in range(2, 2 + PROMPT_TOKENS)] for i in range(case.concurrency)]
-    asked = [Request(f"{seed}-{i}", p, 1000 * seed + i, case.tokens, 1.0) for i, p in enumerate(prompts)]
     start = time.perf_counter()
-    done = [completion async for completion in engine.generate(asked)]
+    done = [completion async for completion in engine.generate(requests(case, seed))]
     seconds = time.perf_counter() - start
     rows = sum(len(c.routes) for c in done if c.routes is not None)
     route_bytes = sum(c.routes.nbytes for c in done if c.routes is not None)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,36 +70,9 @@ def _weights(config: dict[str, Any], dtype: str, where: "torch.device") -> Itera
     """Random weights of a checkpoint with this config; the router's are FP32."""
     import torch
 
-    from beam_rl.rollout.names import checkpoint_names
+    from beam_rl.checkpoint_shapes import checkpoint_shapes, is_fp32
 
     generator = torch.Generator(where).manual_seed(0)
-    for name in sorted(checkpoint_names(SimpleNamespace(**config))):
-        kept = torch.float32 if dtype == "fp32" or ".mlp.gate." in name else torch.bfloat16
-        yield name, torch.randn(_shape(name, config), generator=generator, device=where).mul_(0.02).to(kept)
-
-
-def _shape(name: str, config: dict[str, Any]) -> tuple[int, ...]:
-    hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
-    kv_heads, experts = config["num_key_value_heads"], config["num_experts"]
-    inner = config["moe_intermediate_size"] if ".experts." in name else config["intermediate_size"]
-    of_attention = {
-        "q_proj": (heads * dim, hidden),
-        "k_proj": (kv_heads * dim, hidden),
-        "v_proj": (kv_heads * dim, hidden),
-        "gate_proj": (heads * dim, hidden),
-        "o_proj": (hidden, heads * dim),
-        "q_norm": (dim,),
-        "k_norm": (dim,),
-        "gate_bias": (heads,),
-    }
-    others = {
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-        "gate": (experts, hidden),
-        "e_score_correction_bias": (experts,),
-        "embed_tokens": (config["vocab_size"], hidden),
-        "lm_head": (config["vocab_size"], hidden),
-    }
-    module = name.removesuffix(".weight").rpartition(".")[2]
-    return (of_attention if ".self_attn." in name else others).get(module, (hidden,))
+    for name, shape in checkpoint_shapes(config).items():
+        kept = torch.float32 if dtype == "fp32" or is_fp32(name) else torch.bfloat16
+        yield name, torch.randn(shape, generator=generator, device=where).mul_(0.02).to(kept)

@@ -26,6 +26,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.errors import InputError
 from beam_rl.megatron.model import BeamConfig, BeamModel, build_model, config_from_hf
 
@@ -153,7 +154,8 @@ class BeamCheckpoint:
         self.folder = Path(path)
         self.config = read_config(self.folder)
         self._bridge = AutoBridge.from_hf_pretrained(path)
-        expected, found = (tensor_names(self.config), set(self._bridge.hf_pretrained.state.source.get_all_keys()))
+        expected = set(checkpoint_shapes(self.config.to_dict()))
+        found = set(self._bridge.hf_pretrained.state.source.get_all_keys())
         for what, names in (("lacks", expected - found), ("has the unknown", found - expected)):
             if names:
                 raise InputError(f"model.path = {path}: the checkpoint {what} {min(names)} ({len(names)} such tensors)")
@@ -188,23 +190,3 @@ def read_config(folder: Path) -> Any:
     if "BeamForCausalLM" not in architectures:
         raise InputError(f"model.path = {folder}: not a Beam checkpoint (its architectures: {architectures})")
     return AutoConfig.from_pretrained(folder)
-
-
-def tensor_names(hf: Any) -> set[str]:
-    """Every tensor of a Beam checkpoint, by its name on disk."""
-    names = {"model.embed_tokens", "model.norm", "lm_head"}
-    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    attention = tuple(f"{part}_proj" for part in (*QKVG, "o")) + ("q_norm", "k_norm")
-    feed_forward = ("gate_proj", "up_proj", "down_proj")
-    bare = set()
-    for i, kind in enumerate(hf.mlp_layer_types):
-        layer = f"model.layers.{i}."
-        names |= {layer + norm for norm in norms} | {f"{layer}self_attn.{part}" for part in attention}
-        bare.add(layer + "self_attn.gate_bias")
-        if kind == "dense":
-            names |= {f"{layer}mlp.{part}" for part in feed_forward}
-        else:
-            names.add(layer + "mlp.gate")
-            bare.add(layer + "mlp.gate.e_score_correction_bias")
-            names |= {f"{layer}mlp.experts.{e}.{part}" for e in range(hf.num_experts) for part in feed_forward}
-    return {name + ".weight" for name in names} | bare

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from beam_rl.megatron.settings import TrainerSettings
+from beam_rl.recipe.tree import Parallel
 
 WRITE_LIMIT = timedelta(hours=1)  # for one rank to wait for the others' part of a checkpoint
 
@@ -50,19 +51,24 @@ def join(settings: TrainerSettings, rank: int, world_size: int, master: str) -> 
         limit = timedelta(seconds=settings.collective_timeout_s)
         store = _meet(master, rank, world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tp,
-            pipeline_model_parallel_size=parallel.pp,
-            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-            context_parallel_size=parallel.cp,
-            expert_model_parallel_size=parallel.ep,
-            expert_tensor_parallel_size=parallel.etp,
-            create_gloo_process_groups=False,
-            distributed_timeout_minutes=settings.collective_timeout_s / 60,
-        )
+        form_groups(parallel, settings.collective_timeout_s)
         global _write_group
         _write_group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
     tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
+
+
+def form_groups(parallel: Parallel, timeout_s: float) -> None:
+    """Megatron's groups of a layout, among the ranks of the process group that is there."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_s / 60,
+    )
 
 
 def _meet(master: str, rank: int, world_size: int) -> dist.Store:

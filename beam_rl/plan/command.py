@@ -91,9 +91,9 @@ def refuse_if_too_large(recipe: "Recipe") -> None:
 
 def _may_be_too_large(recipe: "Recipe") -> bool:
     """A quick look, so that small runs start at once: whether a model's state takes a quarter of a CPU's memory."""
+    from beam_rl.checkpoint_shapes import checkpoint_shapes
     from beam_rl.doctor import find_gpus
     from beam_rl.plan.case import host_memory
-    from beam_rl.plan.checkpoint_shapes import checkpoint_shapes
     from beam_rl.plan.description import describe
     from beam_rl.tiny.sizes import SIZES
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from beam_rl.checkpoint_shapes import checkpoint_shapes, is_fp32
 from beam_rl.lora import Adapter, AdapterModule, adapter_modules
 from beam_rl.mxfp8.scheme import Scheme
-from beam_rl.plan.checkpoint_shapes import checkpoint_shapes, is_fp32
 from beam_rl.plan.memory import Bytes
 from beam_rl.recipe.tree import EngineParallel
 

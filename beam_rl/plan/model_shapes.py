@@ -104,17 +104,11 @@ def as_rank(rank: int, parallel: Parallel) -> Iterator[None]:
     from megatron.core import parallel_state, tensor_parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from beam_rl.megatron.ranks import form_groups
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.ranks)
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tp,
-            pipeline_model_parallel_size=parallel.pp,
-            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-            context_parallel_size=parallel.cp,
-            expert_model_parallel_size=parallel.ep,
-            expert_tensor_parallel_size=parallel.etp,
-            create_gloo_process_groups=False,
-        )
+        form_groups(parallel, timeout_s=60)
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         yield
     finally:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from beam_rl.checkpoint_shapes import checkpoint_shapes, is_fp32
 from beam_rl.errors import InputError
 from beam_rl.lora import adapter_tensors, repeated_tensors
 from beam_rl.plan import memory
 from beam_rl.plan.case import Case
-from beam_rl.plan.checkpoint_shapes import checkpoint_shapes, is_fp32
 from beam_rl.plan.work import forward_flops
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from beam_rl.plan.checkpoint_shapes import checkpoint_shapes
+from beam_rl.checkpoint_shapes import checkpoint_shapes
 
 
 @dataclass(frozen=True)

@@ -1,44 +1,18 @@
-"""A Beam checkpoint's tensor names, and where a vLLM Beam holds each of them.
+"""Where a vLLM Beam holds each tensor of a checkpoint, and each matrix of an adapter.
 
 Knows nothing about vLLM's processes; the model is any module with vLLM's fused parameters.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-
-NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-ATTENTION = tuple(f"{p}_proj.weight" for p in "qkvo") + (
-    "gate_proj.weight",
-    "gate_bias",
-    "q_norm.weight",
-    "k_norm.weight",
-)
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 QKV = re.compile(r"(.*\.self_attn)\.([qkv])_proj\.weight")
 ATTENTION_INPUT = re.compile(r"(.*\.self_attn)\.(q|k|v|gate)_proj\.weight")
 GATE_UP = re.compile(r"(.*\.mlp)\.(gate|up)_proj\.weight")
-
-
-def checkpoint_names(config: Any) -> set[str]:
-    """Every tensor name of the checkpoint of a Beam with this config, experts one by one."""
-    return {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *_layer_names(config)}
-
-
-def _layer_names(config: Any) -> Iterator[str]:
-    for i, kind in enumerate(config.mlp_layer_types):
-        layer = f"model.layers.{i}"
-        yield from (f"{layer}.{norm}.weight" for norm in NORMS)
-        yield from (f"{layer}.self_attn.{name}" for name in ATTENTION)
-        if kind == "dense":
-            yield from (f"{layer}.mlp.{p}.weight" for p in PROJECTIONS)
-            continue
-        yield from (f"{layer}.mlp.gate.weight", f"{layer}.mlp.gate.e_score_correction_bias")
-        yield from (f"{layer}.mlp.experts.{e}.{p}.weight" for e in range(config.num_experts) for p in PROJECTIONS)
 
 
 def adapter_place(name: str, merged_inputs: bool = False) -> tuple[str, int, int | None]:

@@ -1,9 +1,9 @@
 """The sender's part of a weight sync, whatever the transport: packs, announces, waits, and says who failed.
 
 Two buffers of fixed size are filled in turn: one is packed while the other travels and is loaded. An engine's reply to a
-bucket's announcement is its acknowledgement; where receivers begin with the next bucket before they wait for the last, it is
-that of the bucket before. Promises: every wait ends within the deadline; a failure names the engines
-that failed; when it is raised, no other engine is still reading a buffer. Knows nothing about Ray or vLLM.
+bucket's announcement is its acknowledgement; where receivers begin with the next bucket before they wait for the last, it
+is that of the bucket before. Promises: every wait ends within the deadline; a failure names the engines that failed; when
+it is raised, no other engine is still reading a buffer. Knows nothing about Ray or vLLM.
 """
 
 import time
@@ -49,9 +49,7 @@ class SenderEnd(Protocol):
 
     buffers: list[Tensor]  # two, (bucket_bytes,) uint8
     shared_fate: bool  # whether one receiver's failure ends the others' transfers
-    begins_early: (
-        bool  # whether a reply says only that its bucket was begun with, and that those before it have arrived
-    )
+    begins_early: bool  # whether a reply says that its bucket is begun with, and only of those before that they arrived
 
     def join_info(self) -> dict[str, Any]:
         """What a receiver needs to join (`link.open_receiver`), in plain values."""

@@ -17,8 +17,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.rollout.mxfp8 import of_config
-from beam_rl.rollout.names import checkpoint_names
 from beam_rl.rollout.sync.link import open_receiver
 from beam_rl.rollout.sync.receiver import BucketReceiver
 
@@ -74,7 +74,7 @@ class WeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
             del tensor
 
     def finish_weight_update(self) -> None:
-        names, scheme = checkpoint_names(self.model_config.hf_config), of_config(self.vllm_config)
+        names, scheme = checkpoint_shapes(self.model_config.hf_config.to_dict()), of_config(self.vllm_config)
         missing = sorted({*(scheme.names(names) if scheme else names)} - self.received)
         if missing:
             raise ValueError(f"weight sync left out {len(missing)} tensors, the first is {missing[0]}")

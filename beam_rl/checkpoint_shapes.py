@@ -1,6 +1,7 @@
 """Every tensor of a Beam checkpoint as it lies on disk: name, shape, and whether it is FP32 in every precision.
 
-A pure function of config.json; `tests/test_plan_layouts.py` compares it with transformers' model and with the bridge.
+A pure function of config.json; `tests/test_plan_layouts.py` compares it with transformers' model, and what each
+rank holds with it.
 """
 
 from collections.abc import Iterator, Mapping
