@@ -32,6 +32,7 @@ def main(out: str, kill_after: str, *overrides: str) -> None:
         port = free_port("127.0.0.1")
         head = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "temp_dir": temp} | SMALL_NODE
         head |= {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
+        head["dashboard_agent_listen_port"] = None  # any: another Ray of this machine has the usual one
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             nodes = [cluster.add_node(wait=False, **node(i)) for i in (2, 3)]
@@ -60,7 +61,7 @@ def node(i: int) -> dict[str, Any]:
 
 
 def wait_for_agent(port: int) -> None:
-    """Ray refuses a job until a node's agent has reported, which takes a busy machine some seconds."""
+    """Ray refuses a job until the head's agent has reported, which takes a busy machine some seconds."""
     from ray.job_submission import JobSubmissionClient
 
     end = time.monotonic() + 120
