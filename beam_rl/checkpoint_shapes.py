@@ -1,10 +1,13 @@
 """Every tensor of a Beam checkpoint as it lies on disk: name, shape, and whether it is FP32 in every precision.
 
-A pure function of config.json; `tests/test_plan_layouts.py` compares it with transformers' model, and what each
+`checkpoint_shapes` is a pure function of config.json; `tests/test_plan_layouts.py` compares it with transformers' model, and what each
 rank holds with it.
 """
 
+import json
+import struct
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -21,6 +24,19 @@ def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         shapes |= {f"{layer}self_attn.{name}": shape for name, shape in _attention(config)}
         shapes |= {f"{layer}mlp.{name}": shape for name, shape in _feed_forward(config, kind)}
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+
+
+def stored_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
+    """The names of another model's tensors, as they lie in its folder, without what is there twice.
+
+    Read from the files' headers: the family's own code alone could say them without.
+    """
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            names |= json.loads(opened.read(length)).keys() - {"__metadata__"}
+    return names - ({"lm_head.weight"} if config.get("tie_word_embeddings") else set())
 
 
 def is_fp32(name: str) -> bool:

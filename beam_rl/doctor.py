@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from beam_rl.errors import InputError
-from beam_rl.inputs import check_beam
+from beam_rl.inputs import check_checkpoint
 from beam_rl.recipe.tree import Recipe
 
 GIB = 2**30
@@ -144,10 +144,10 @@ def _model(recipe: Recipe) -> Iterator[Check]:
         yield Check("model.path", "ok", f"{name}: {where}")
         return
     try:
-        check_beam(Path(name))
+        check_checkpoint(Path(name))
         missing = missing_weights(Path(name))
     except InputError as error:
-        yield Check("model.path", "fail", str(error), "name the folder of a Beam checkpoint")
+        yield Check("model.path", "fail", str(error), "name the folder of a checkpoint that can be trained")
         return
     if missing:
         yield Check(

@@ -14,7 +14,9 @@ from beam_rl.data import PromptStream, read_prompts
 from beam_rl.errors import InputError
 from beam_rl.layout import check_layout
 from beam_rl.lora import Adapter, adapter_of
+from beam_rl.model_config import experts_of, is_beam
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
+from beam_rl.other_models import fitted, refusals, unknown
 from beam_rl.recipe.tree import DataSource, Recipe
 from beam_rl.samples import Prompt
 from beam_rl.step import Display, Phase
@@ -26,8 +28,9 @@ UNSUPPORTED = {"norm_topk_prob": True, "attention_bias": False, "tie_word_embedd
 
 @dataclass
 class Inputs:
+    recipe: Recipe  # for this model: what it has no use for is switched off
     model_path: Path
-    num_experts: int
+    num_experts: int  # 0: a dense model
     prompts: PromptStream
     eval_prompts: list[Prompt]
     eval_task: str
@@ -41,12 +44,13 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     Args:
         display: shows that a small checkpoint is being made.
     Raises:
-        InputError: a missing folder, a checkpoint that isn't Beam, data that can't serve, a reward that can't be loaded.
+        InputError: a missing folder, a checkpoint that can't be trained, data that can't serve, a reward that can't be loaded.
     """
     check_verifier(recipe.verifier)
     path = find_model(recipe, display)
-    config = check_beam(path)
+    config = check_checkpoint(path)
     check_config_for(recipe, config)
+    recipe, switched_off = fitted(recipe, config)
     from transformers import AutoTokenizer
 
     try:
@@ -56,14 +60,15 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     longest, data = recipe.data.max_prompt_tokens, recipe.data
     train = PromptStream.open(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, "data.train")
     notes = [f"{data.train.path}: {len(train)} prompts to train on ({train.counts})"]
-    notes += start_note(path)
+    notes += start_note(path) + switched_off
     held_out: list[Prompt] = []
     if data.eval:
         held_out, counts = read_prompts(_resolve(data.eval, path, "eval"), tokenizer, longest, "data.eval")
         notes.append(f"{data.eval.path}: {len(held_out)} prompts to evaluate on ({counts})")
     return Inputs(
+        recipe=recipe,
         model_path=path,
-        num_experts=config["num_experts"],
+        num_experts=experts_of(config),
         prompts=train,
         eval_prompts=held_out,
         eval_task=(data.eval.task or Path(data.eval.path).stem) if data.eval else "",
@@ -122,8 +127,8 @@ def start_note(path: Path) -> list[str]:
         return []
 
 
-def check_beam(path: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint of Beam's that has weights."""
+def check_checkpoint(path: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint that has weights, of a model that can be trained."""
     config = check_config(path)
     if not list(path.glob("*.safetensors")):
         raise InputError(f"model.path = {path}: has no .safetensors files")
@@ -131,7 +136,7 @@ def check_beam(path: Path) -> dict[str, Any]:
 
 
 def check_config(path: Path) -> dict[str, Any]:
-    """The config.json in that folder, if it is Beam's."""
+    """The config.json in that folder, if it is Beam's or of another model that Megatron-Bridge and vLLM know."""
     file = path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -139,10 +144,9 @@ def check_config(path: Path) -> dict[str, Any]:
         raise InputError(f"model.path = {path}: no config.json there, so it is no HF checkpoint") from None
     except (OSError, ValueError) as e:
         raise InputError(f"{file}: can't be read: {e}") from None
-    if "BeamForCausalLM" not in (config.get("architectures") or []):
-        found = ", ".join(config.get("architectures") or ["no architecture"])
-        raise InputError(f"model.path = {path}: holds {found}, and beam-rl trains BeamForCausalLM only")
-    for key, wanted in UNSUPPORTED.items():
+    if problem := unknown(config):
+        raise InputError(f"model.path = {path}: {problem}")
+    for key, wanted in UNSUPPORTED.items() if is_beam(config) else ():
         if config.get(key, wanted) != wanted:
             raise InputError(f"{file}: {key} = {config[key]}: only {wanted} is supported")
     return config
@@ -186,6 +190,8 @@ def _scheme(recipe: Recipe, config: dict[str, Any]) -> Scheme | None:
 
 def check_config_for(recipe: Recipe, config: dict[str, Any]) -> tuple[Adapter | None, Scheme | None]:
     """What the recipe trains and quantizes of a model with this config.json; InputError for the first that does not fit."""
+    for problem in refusals(recipe, config):
+        raise InputError(problem)
     adapter, scheme = _adapter(recipe, config), _scheme(recipe, config)
     for problem in (*check_layout(config, recipe.trainer.parallel, adapter), *check_length(config, recipe)):
         raise InputError(problem)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beam_rl.lora import ATTENTION_INPUTS, ATTENTION_OUTPUT, DENSE_INPUTS, DENSE_OUTPUT, EXPERTS, Adapter
+from beam_rl.model_config import named_as_beams
 from beam_rl.mxfp8 import BLOCK
 from beam_rl.recipe.tree import Parallel
 from beam_rl.samples import MicroBatch
@@ -30,6 +31,7 @@ def check_layout(hf: Mapping[str, Any], parallel: Parallel, adapter: Adapter | N
     Args:
         hf: the model's `config.json`.
     """
+    hf = named_as_beams(hf)
     of_adapter = _adapter(hf, parallel, adapter) if adapter else []
     return [*_sizes(hf, parallel), *_combinations(hf, parallel), *_stages(hf, parallel), *of_adapter]
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from beam_rl.files import folder_for
 from beam_rl.inputs import adapter_for, scheme_for, start_adapter
 from beam_rl.layout import cut_routes, even_out, pad, place_of, token_block
+from beam_rl.model_config import experts_of, layer_kinds
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
 from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
@@ -254,8 +255,8 @@ class Policy:
         """logs: the folder for what the ranks print. seats: where they run; None: anywhere."""
         self.recipe, self.model_path, self.seats = recipe, model_path, seats
         config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
-        self.num_experts = config["num_experts"]
-        parallel, kinds = recipe.trainer.parallel, config["mlp_layer_types"]
+        self.num_experts = experts_of(config)
+        parallel, kinds = recipe.trainer.parallel, layer_kinds(config)
         self.places = [place_of(rank, parallel, kinds) for rank in range(parallel.ranks)]
         self.logs = logs = logs.resolve()
         self.ranks = [Rank(i, place.named(), logs / f"trainer-{i}.log") for i, place in enumerate(self.places)]

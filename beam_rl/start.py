@@ -36,7 +36,7 @@ def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
             _show_opening(run, inputs, resume, console)
             if run.resumed is None or run.resumed.step < recipe.trainer.steps:
                 with Report(console, run, recipe.logging) as report:
-                    train(_going_on(recipe) if run.resumed else recipe, inputs, run, report)
+                    train(_going_on(inputs.recipe) if run.resumed else inputs.recipe, inputs, run, report)
             console.summary(run)
 
 
@@ -78,6 +78,7 @@ def run_evaluation(source: Path, overrides: Iterable[str], k: int | None = None)
         console = stack.enter_context(Console(0, file=sys.stderr))
         folder = stack.enter_context(scratch())
         inputs = prepare(recipe, console)
+        recipe = inputs.recipe
         verifier = make_verifier(recipe.verifier)
         stack.callback(verifier.close)
         alone = checkpoint is None and not start_adapter(recipe) and recipe.rollout_precision != "mxfp8"
@@ -148,7 +149,8 @@ def run_parity(source: Path, overrides: Iterable[str]) -> Comparison:
 
     recipe = load(source, overrides)
     with Console(0, file=sys.stderr) as console, scratch() as folder:
-        return check(recipe, prepare(recipe, console), folder, console)
+        inputs = prepare(recipe, console)
+        return check(inputs.recipe, inputs, folder, console)
 
 
 def run_export(path: Path, out: Path, form: "ExportForm | None" = None) -> None:

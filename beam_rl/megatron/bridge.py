@@ -28,7 +28,9 @@ from transformers import AutoConfig
 
 from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.errors import InputError
-from beam_rl.megatron.model import BeamConfig, BeamModel, build_model, config_from_hf
+from beam_rl.layout import Place
+from beam_rl.megatron.model import BeamConfig, BeamModel, build_chunks, build_model, config_from_hf
+from beam_rl.mxfp8.scheme import Scheme
 
 QKVG = ("q", "k", "v", "gate")
 
@@ -159,6 +161,20 @@ class BeamCheckpoint:
         for what, names in (("lacks", expected - found), ("has the unknown", found - expected)):
             if names:
                 raise InputError(f"model.path = {path}: the checkpoint {what} {min(names)} ({len(names)} such tensors)")
+
+    @property
+    def softcap(self) -> float:
+        return self.config.final_logit_softcapping
+
+    def megatron_config(
+        self, dtype: torch.dtype, device: torch.device, place: Place, scheme: Scheme | None, **layout: Any
+    ) -> BeamConfig:
+        """Megatron's configuration of this Beam."""
+        return config_from_hf(self.config, dtype, device, scheme, routed_columns=place.moe_columns, **layout)
+
+    def build(self, config: BeamConfig, place: Place) -> list[BeamModel]:
+        """This rank's part of the model, weights not initialized."""
+        return build_chunks(config)
 
     def load_into(self, chunks: Sequence[BeamModel]) -> None:
         """Fills the chunks of the model that this rank holds, which have no adapter, from the slices of the files that they

@@ -5,6 +5,7 @@ with gloo. It changes nothing at import, refuses versions that these remedies we
 again. Call it before importing Megatron or any other module of this package. Knows nothing about Beam.
 """
 
+import ast
 import contextlib
 import importlib
 import importlib.abc
@@ -16,6 +17,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +74,47 @@ def check_versions(found: dict[str, str]) -> None:
                 f"{name} {found[name]} is installed, but beam_rl/megatron/compat.py was written for {prefix}x: "
                 f"install {name}=={prefix}* or check each remedy there against {found[name]}"
             )
+
+
+def bridge_module(architecture: str) -> str | None:
+    """The module of Bridge's that registers a plain GPT model for a checkpoint of this class; None if none does.
+
+    Read from Bridge's files: importing all its families takes 10 s, and some of them what is not installed. Nothing of
+    Megatron is imported, so it may be asked before `install`.
+    """
+    for spec_path in importlib.metadata.files("megatron-bridge") or ():
+        if spec_path.parts[:3] != ("megatron", "bridge", "models") or spec_path.suffix != ".py":
+            continue
+        text = Path(str(spec_path.locate())).read_text(encoding="utf-8")
+        if architecture in text and architecture in _registered(ast.parse(text)):
+            return ".".join(spec_path.with_suffix("").parts)
+    return None
+
+
+def _registered(tree: ast.Module) -> set[str]:
+    """Names of the HF classes that a module of Bridge's registers its own class for, with Megatron's GPTModel."""
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    found = set()
+    for node in (node for cls in tree.body if isinstance(cls, ast.ClassDef) for node in cls.decorator_list):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("register_bridge")):
+            continue
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        source, target = given.get("source"), given.get("target")
+        if isinstance(target, ast.Name) and target.id == "GPTModel":
+            name = source.id if isinstance(source, ast.Name) else getattr(source, "value", None)
+            found.add(constants.get(name, name))
+    return found
+
+
+def silence(bridge: Any) -> None:
+    """Has a bridge class of Bridge's write no progress bars: a trainer among many has no terminal."""
+    bridge._with_progress_tracking = lambda self, tasks, description, show_progress=True: tasks
 
 
 def has_transformer_engine() -> bool:

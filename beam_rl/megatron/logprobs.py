@@ -22,7 +22,7 @@ def token_logprobs(
     head: Tensor,
     targets: Tensor,
     *,
-    softcap: float,
+    softcap: float | None,
     temperature: float,
     numerics: Numerics,
     chunk_tokens: int = 1024,
@@ -44,7 +44,7 @@ def token_logprobs(
         hidden: (tokens, hidden) final hidden states, after the last norm; all tokens on every rank.
         head: (vocabulary, hidden), or with `tp_group` the rank's rows of it: equal parts, in the order of the ranks.
         targets: (tokens,) token ids in the whole vocabulary.
-        softcap: c in c·tanh(z/c). temperature: > 0, as at sampling.
+        softcap: c in c·tanh(z/c); None: the logits are z. temperature: > 0, as at sampling.
         numerics: "engine" rounds the softcapped logits to the activation dtype, as vLLM does, and the gradient passes
             through the rounding; "reference" keeps FP32.
         chunk_tokens: tokens whose logits exist at one time.
@@ -62,7 +62,7 @@ def token_logprobs(
     _check_targets(targets, len(head) * (dist.get_world_size(tp_group) if tp_group else 1))
     wide = _wide(hidden.dtype)
     options = _Options(
-        softcap=torch.tensor([softcap], dtype=wide, device=hidden.device),
+        softcap=None if softcap is None else torch.tensor([softcap], dtype=wide, device=hidden.device),
         temperature=None if temperature == 1 else torch.tensor([temperature], dtype=wide, device=hidden.device),
         rounded=numerics == "engine" and hidden.dtype != wide,
         chunk_tokens=chunk_tokens,
@@ -108,7 +108,7 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
 class _Options:
     # Tensors of one element: dividing BF16 by one computes in FP32 without a copy, and divides truly on every device
     # (CUDA multiplies by the reciprocal of a plain number).
-    softcap: Tensor
+    softcap: Tensor | None  # None: none
     temperature: Tensor | None  # None: 1
     rounded: bool
     chunk_tokens: int
@@ -135,16 +135,17 @@ class _Workspace:
         self.z = self.tanh if hidden.dtype == wide else torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
 
     def logits(self, hidden: Tensor, head: Tensor, options: _Options, keep_tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The chunk's logits as the softmax sees them, tanh(z/c) where it is kept, and the other wide buffer.
+        """The chunk's logits as the softmax sees them, tanh(z/c) where it is kept and there, and the other wide buffer.
 
         The logits lie in `z` (in the activation dtype, if they are rounded) or in a wide buffer; all three are views
         that the caller may overwrite.
         """
         z, tanh, spare = (buffer[: len(hidden)] for buffer in (self.z, self.tanh, self.spare))
-        torch.mm(hidden, head.T, out=z)
-        torch.div(z, options.softcap, out=tanh).tanh_()
+        logits = torch.mm(hidden, head.T, out=z)
         wide = spare if keep_tanh else tanh
-        logits = torch.mul(tanh, options.softcap, out=z if options.rounded else wide)
+        if options.softcap is not None:
+            torch.div(z, options.softcap, out=tanh).tanh_()
+            logits = torch.mul(tanh, options.softcap, out=z if options.rounded else wide)
         if options.temperature is not None:
             logits = torch.div(logits, options.temperature, out=wide)
         return logits, tanh, spare
@@ -193,7 +194,12 @@ class _TokenLogprobs(torch.autograd.Function):
             each = torch.arange(len(grad), device=grad.device)
             grad[each, row[part]] += upstream[part].where(owned[part], 0)
             into = work.z[: len(grad)] if work.z is not work.tanh else grad
-            grad = torch.ops.aten.tanh_backward.grad_input(grad, tanh, grad_input=into)  # grad · (1 − tanh²), rounded
+            if options.softcap is None:
+                grad = grad if into is grad else into.copy_(grad)
+            else:
+                grad = torch.ops.aten.tanh_backward.grad_input(
+                    grad, tanh, grad_input=into
+                )  # grad · (1 − tanh²), rounded
             if grad_head is not None:
                 _add_product(grad_head, grad, hidden[part])
             if grad_hidden is not None:

@@ -76,7 +76,6 @@ def config_from_hf(
         parallel: Megatron's parallel sizes and recomputation settings, by Megatron's names.
     """
     full = [int(kind == "full_attention") for kind in hf.layer_types]
-    te = compat.has_transformer_engine()
     return BeamConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -98,6 +97,19 @@ def config_from_hf(
         add_bias_linear=False,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
+        device=device,
+        mxfp8=scheme,
+        **(mxfp8.native_fields(scheme) if scheme and mxfp8.is_native(scheme) else {}),
+        **_moe_fields(hf),
+        **runtime_fields(dtype),
+        **parallel,
+    )
+
+
+def runtime_fields(dtype: torch.dtype) -> dict[str, Any]:
+    """How any model is run here, by Megatron's names: its precision, no dropout, whose modules, packed samples."""
+    te = compat.has_transformer_engine()
+    return dict(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -112,11 +124,6 @@ def config_from_hf(
         transformer_impl="transformer_engine" if te else "local",
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
-        device=device,
-        mxfp8=scheme,
-        **(mxfp8.native_fields(scheme) if scheme and mxfp8.is_native(scheme) else {}),
-        **_moe_fields(hf),
-        **parallel,
     )
 
 
@@ -400,13 +407,20 @@ def build_model(config: BeamConfig, pre_process: bool, post_process: bool, vp_st
 
 def build_chunks(config: BeamConfig) -> list[BeamModel]:
     """This rank's part of the model: one chunk, or one for each of its virtual pipeline stages."""
+    return [build_model(config, first, last, stage) for stage, first, last in pipeline_ends(config)]
+
+
+def pipeline_ends(config: Any) -> list[tuple[int | None, bool, bool]]:
+    """For each chunk of this rank's: its virtual stage (None: there are none), and whether it is the model's first or last.
+
+    config: Megatron's.
+    """
     virtual = config.virtual_pipeline_model_parallel_size
     return [
-        build_model(
-            config,
+        (
+            stage,
             parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            stage,
         )
         for stage in ([None] if virtual is None else range(virtual))
     ]

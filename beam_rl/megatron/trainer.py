@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -25,11 +26,11 @@ from beam_rl.errors import InputError
 from beam_rl.layout import PADDING, check_layout, place_of, routed_rows
 from beam_rl.lora import Adapter
 from beam_rl.megatron import checkpoint, compat, mxfp8, ranks
-from beam_rl.megatron.bridge import BeamCheckpoint
 from beam_rl.megatron.export import export_checkpoint
+from beam_rl.megatron.family import head_of, open_family
 from beam_rl.megatron.logprobs import token_logprobs
 from beam_rl.megatron.lora import AdaptedModel
-from beam_rl.megatron.model import BeamModel, build_chunks, config_from_hf, layout_fields
+from beam_rl.megatron.model import layout_fields
 from beam_rl.megatron.nvme.optimizer import Moved
 from beam_rl.megatron.nvme.snapshot import SavedBy
 from beam_rl.megatron.nvme.waiting import FilePlace
@@ -46,6 +47,7 @@ from beam_rl.megatron.optimizer import (
 from beam_rl.megatron.packing import Agreement, Pack, pack
 from beam_rl.megatron.profile import part
 from beam_rl.megatron.settings import ExportForm, Score, TrainerSettings
+from beam_rl.model_config import layer_kinds
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.samples import MicroBatch
 
@@ -61,31 +63,27 @@ class Trainer:
         """Loads the checkpoint and joins the other ranks.
 
         Args:
-            model_path: a folder with a Beam checkpoint in HF format. master: "host:port" where the ranks meet.
+            model_path: a folder with a checkpoint in HF format. master: "host:port" where the ranks meet.
         Raises:
-            InputError: not a Beam checkpoint, or not an adapter for it.
+            InputError: not a checkpoint that can be trained, or not an adapter for it.
             ValueError: `world_size` does not fit `settings.parallel`.
         """
         self.settings = settings
-        self.checkpoint = BeamCheckpoint(model_path)
+        self.checkpoint = open_family(model_path)
         hf = self.checkpoint.config
         self.hf: dict[str, Any] = hf.to_dict()
         for problem in check_layout(self.hf, settings.parallel, settings.adapter):
             raise InputError(problem)
         self.device = ranks.start_process(settings)
         ranks.join(settings, rank, world_size, master)
-        self.place = place_of(rank, settings.parallel, hf.mlp_layer_types)
+        self.place = place_of(rank, settings.parallel, layer_kinds(self.hf))
         self.scheme = self._scheme(hf)
-        self.config = config_from_hf(
-            hf,
-            DTYPES[settings.precision],
-            self.device,
-            self.scheme,
-            routed_columns=self.place.moe_columns,
-            **layout_fields(settings.parallel, hf.num_hidden_layers, settings.recompute),
-        )
+        layout = layout_fields(settings.parallel, hf.num_hidden_layers, settings.recompute)
+        dtype = DTYPES[settings.precision]
+        self.config = self.checkpoint.megatron_config(dtype, self.device, self.place, self.scheme, **layout)
         self.config.finalize_model_grads_func = _finalize_gradients
-        self.chunks: list[BeamModel] = [chunk.to(self.device) for chunk in build_chunks(self.config)]
+        chunks = self.checkpoint.build(self.config, self.place)
+        self.chunks: list[GPTModel] = [chunk.to(self.device) for chunk in chunks]
         self.checkpoint.load_into(self.chunks)
         self.adapted = self._adapted(settings.adapter) if settings.adapter else None
         self.ddp = [with_gradient_buffers(chunk, settings.optimizer.distributed) for chunk in self.chunks]
@@ -95,7 +93,7 @@ class Trainer:
         self._staged: checkpoint.State | None = None  # in it
 
     @property
-    def model(self) -> BeamModel:
+    def model(self) -> GPTModel:
         """What this rank holds of the model, where that is one chunk (there are no virtual stages)."""
         (chunk,) = self.chunks
         return chunk
@@ -478,9 +476,9 @@ class Trainer:
     def _head(self, hidden: Tensor, batch: MicroBatch, pack: Pack) -> tuple[Tensor, Tensor]:
         logp, entropy = token_logprobs(
             ranks.whole_sequence(hidden) if self.settings.parallel.sp else hidden,
-            self.chunks[-1].output_layer.weight,
+            head_of(self.chunks[-1]),
             self._tensor(batch.targets)[pack.rows],
-            softcap=self.config.final_logit_softcapping,
+            softcap=self.checkpoint.softcap,
             temperature=self.settings.temperature,
             numerics=self.settings.numerics,
             chunk_tokens=self.settings.chunk_tokens,

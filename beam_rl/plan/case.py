@@ -11,6 +11,7 @@ from beam_rl.errors import InputError
 from beam_rl.inputs import check_config_for
 from beam_rl.layout import stage_layers
 from beam_rl.lora import Adapter
+from beam_rl.model_config import is_beam
 from beam_rl.mxfp8.scheme import Scheme
 from beam_rl.placement import Placement, Shelf, for_pace, place
 from beam_rl.plan.description import Description, describe
@@ -117,6 +118,10 @@ class Case:
 def case_of(recipe: Recipe) -> Case:
     """Looks up the machine, counts the model, seats ranks and engines. InputError for what can't be at all."""
     model = describe(recipe)
+    if not is_beam(model.config):
+        raise InputError(
+            f"model.path = {recipe.model.path}: plans are of Beam, and this is {model.config['architectures'][0]}"
+        )
     adapter, scheme = check_config_for(recipe, model.config)
     machine, on_gpus = machine_of(recipe)
     parallel, r = recipe.trainer.parallel, recipe.rollout

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from beam_rl.errors import InputError
+from beam_rl.model_config import is_beam
 
 if TYPE_CHECKING:
     from beam_rl.recipe.tree import Recipe
@@ -78,7 +79,11 @@ def show_for(recipe: "Recipe") -> None:
 
 def refuse_if_too_large(recipe: "Recipe") -> None:
     """InputError, one line, if the run can't fit the machines of `cluster.gpu`, or this machine where it has no GPU."""
+    from beam_rl.plan.description import describe
+
     if recipe.cluster.gpu is None and not _may_be_too_large(recipe):
+        return
+    if not is_beam(describe(recipe).config):
         return
     from beam_rl.plan.plan import make_plan
 
@@ -99,5 +104,8 @@ def _may_be_too_large(recipe: "Recipe") -> bool:
 
     if recipe.model.path in SIZES or recipe.cluster.address != "local" or find_gpus():
         return False  # of another machine's ranks this one's memory says nothing
-    count = sum(math.prod(shape) for shape in checkpoint_shapes(describe(recipe).config).values())
+    config = describe(recipe).config
+    if not is_beam(config):
+        return False  # plans are of Beam
+    count = sum(math.prod(shape) for shape in checkpoint_shapes(config).values())
     return STATE_BYTES * count > host_memory() / 4

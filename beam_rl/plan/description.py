@@ -24,7 +24,7 @@ class Description:
 
 
 def describe(recipe: Recipe) -> Description:
-    """The model's config.json. InputError if there is none, or it is not Beam's."""
+    """The model's config.json. InputError if there is none, or nobody can train it."""
     from beam_rl.tiny.sizes import SIZES
 
     name = recipe.model.path

@@ -4,6 +4,7 @@ Written for vLLM 0.32 (CPU) and 0.33 (GPU); `check_version` refuses others in on
 fault; tests/test_rollout_compat.py fails on the day a fault is gone.
 """
 
+import ast
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import replace
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -35,6 +37,21 @@ def check_version(found: str) -> None:
     """Raises RuntimeError unless this package was written for that version of vLLM."""
     if ".".join(found.split(".")[:2]) not in SUPPORTED:
         raise RuntimeError(f"vLLM {found} is installed; beam-rl's rollout was written for {' and '.join(SUPPORTED)}")
+
+
+def knows_architecture(architecture: str) -> bool:
+    """Whether vLLM generates text with a checkpoint of this class; read from its file, for importing vLLM takes a minute."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return False
+    registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
+    (models,) = (
+        node.value
+        for node in ast.parse(registry.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_TEXT_GENERATION_MODELS"
+    )
+    assert isinstance(models, ast.Dict)
+    return architecture in {key.value for key in models.keys if isinstance(key, ast.Constant)}
 
 
 def has_native_beam() -> bool:
@@ -175,6 +192,26 @@ def keep_plain_weights(*layers: Any) -> None:
     """
     for layer in layers:
         layer._cpu_skip_gemm_dispatch = True
+
+
+def keep_all_plain(experts: type) -> None:
+    """Makes every model of this process keep its weights as they are loaded, on a CPU: linears, heads, and experts.
+
+    `keep_plain_weights` and `plain_expert_method` say why. A head that shares the embedding's weight would moreover keep
+    its packed copy of the first weights for ever, for no weight of its own is loaded again.
+
+    experts: what holds the experts' weights, in the place of vLLM's `RoutedExperts`.
+    """
+    from vllm.model_executor.layers.fused_moe import layer
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    def process_weights_after_loading(method: Any, module: Any) -> None:
+        module.cpu_linear = torch.nn.functional.linear
+
+    LinearBase._cpu_skip_gemm_dispatch = True
+    UnquantizedEmbeddingMethod.process_weights_after_loading = process_weights_after_loading
+    layer.RoutedExperts = experts
 
 
 def plain_expert_method(moe_config: Any, experts: type) -> Any:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from beam_rl.checksum import checksum
 from beam_rl.errors import InputError
+from beam_rl.model_config import experts_of, layer_kinds
 from beam_rl.parity.record import Records
 from beam_rl.rollout import process
 from beam_rl.rollout.launch import EngineSettings, launch, set_environment
@@ -112,7 +113,7 @@ class Engine:
             raise EngineStartError(start_failure(error, self.settings.log)) from None
         from beam_rl.rollout import compat
 
-        kinds = self.llm.model_config.hf_config.mlp_layer_types
+        kinds = layer_kinds(self.llm.model_config.hf_config.to_dict())
         self.info = EngineInfo(
             moe_layers=tuple(i for i, kind in enumerate(kinds) if kind == "sparse"),
             stop_token_ids=stops,
@@ -483,11 +484,11 @@ class Engine:
             returned = [output.outputs[0].routed_experts for _, output in ended]
             return [None if every is None else every[:, list(self.info.moe_layers)] for every in returned]
         ids = [internal_id for internal_id, _ in ended]
-        config, stages, counts = self.llm.model_config.hf_config, [], [0]
+        config, stages, counts = self.llm.model_config.hf_config.to_dict(), [], [0]
         for layers, raw, rows in await self._workers("take_routes", ids):
             if rows:
-                held = np.frombuffer(raw, route_dtype(config.num_experts))
-                stages.append(held.reshape(sum(rows), len(layers), config.num_experts_per_tok))
+                held = np.frombuffer(raw, route_dtype(experts_of(config)))
+                stages.append(held.reshape(sum(rows), len(layers), config["num_experts_per_tok"]))
                 counts = rows
         return list(np.split(np.concatenate(stages, axis=1), np.cumsum(counts)[:-1]))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from beam_rl.model_config import experts_of, is_beam, layer_kinds
 from beam_rl.rollout import compat
 from beam_rl.rollout.routes import RouteRecorder
 
@@ -21,15 +22,23 @@ class CpuWorker(CPUWorker):
     route_layers: list[int]
     slot_view: compat.SlotView
 
+    def load_model(self, **options: Any) -> None:
+        if not is_beam(self.vllm_config.model_config.hf_config.to_dict()):
+            from beam_rl.rollout.experts import PlainExperts
+
+            compat.keep_all_plain(PlainExperts)
+        super().load_model(**options)
+
     def compile_or_warm_up_model(self) -> Any:
         result = super().compile_or_warm_up_model()
         compat.make_stage_buffer(self.model_runner)
         extra: Any = self.vllm_config.additional_config
         if extra.get(RECORD_ROUTES):
-            config = self.vllm_config.model_config.hf_config
-            layers = sum(config.mlp_layer_types[i] == "sparse" for i in compat.own_layers(self.model_runner))
+            config = self.vllm_config.model_config.hf_config.to_dict()
+            kinds = layer_kinds(config)
+            layers = sum(kinds[i] == "sparse" for i in compat.own_layers(self.model_runner))
             tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
-            self.recorder = RouteRecorder(layers, config.num_experts_per_tok, config.num_experts, tokens)
+            self.recorder = RouteRecorder(layers, config["num_experts_per_tok"], experts_of(config), tokens)
             self.route_layers = compat.capture_routes(self.model_runner.get_model(), self.recorder.hook)
             self.slot_view = compat.SlotView(self.model_runner)
             self.recorder.attach(self.slot_view)

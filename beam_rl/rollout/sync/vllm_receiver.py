@@ -6,6 +6,7 @@ a mixture of two versions. One that was left half way is forgotten when the next
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from beam_rl.checkpoint_shapes import checkpoint_shapes
+from beam_rl.checkpoint_shapes import checkpoint_shapes, stored_names
+from beam_rl.model_config import is_beam
 from beam_rl.rollout.mxfp8 import of_config
 from beam_rl.rollout.sync.link import open_receiver
 from beam_rl.rollout.sync.receiver import BucketReceiver
@@ -74,7 +76,8 @@ class WeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
             del tensor
 
     def finish_weight_update(self) -> None:
-        names, scheme = checkpoint_shapes(self.model_config.hf_config.to_dict()), of_config(self.vllm_config)
+        config, scheme = self.model_config.hf_config.to_dict(), of_config(self.vllm_config)
+        names = checkpoint_shapes(config) if is_beam(config) else stored_names(Path(self.model_config.model), config)
         missing = sorted({*(scheme.names(names) if scheme else names)} - self.received)
         if missing:
             raise ValueError(f"weight sync left out {len(missing)} tensors, the first is {missing[0]}")

@@ -1,0 +1,184 @@
+"""Any model that Megatron-Bridge knows, trained as Megatron builds it: its configuration, its layers, its HF names.
+
+Bridge translates the checkpoint's configuration and tensors; this module sets the layout, gives the model an attention
+that keeps packed samples apart where Transformer Engine is missing, and routers that replay. What is only for another
+way of training is switched off: balancing losses, token dropping, dropout. Knows nothing about losses or optimizers.
+"""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
+from megatron.bridge.models.gpt_provider import default_layer_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from beam_rl.errors import InputError
+from beam_rl.layout import Place
+from beam_rl.megatron import compat
+from beam_rl.megatron.attention import SdpaCore
+from beam_rl.megatron.model import pipeline_ends, runtime_fields
+from beam_rl.megatron.replay import ReplayLayer, replaying
+from beam_rl.model_config import architectures, layer_kinds
+
+Spec = ModuleSpec | TransformerBlockSubmodules
+
+# The weights are the checkpoint's and the loss is the recipe's alone.
+UNBALANCED: dict[str, Any] = dict(
+    moe_router_load_balancing_type="none",
+    moe_aux_loss_coeff=0.0,
+    moe_z_loss_coeff=None,
+    moe_expert_capacity_factor=None,
+    moe_token_dispatcher_type="alltoall",
+    moe_router_fusion=False,
+    moe_permute_fusion=False,
+    mtp_num_layers=None,
+    apply_rope_fusion=False,
+    cross_entropy_loss_fusion=False,
+)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm that rounds as vLLM and transformers do: after the division, and after the weight's product.
+
+    Megatron's own for a CPU refuses sequence parallelism.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+AutoMapping.register_module_type("RMSNorm", "replicated")
+AutoMapping.register_module_type("ReplayRouter", "replicated")
+
+
+class BridgedCheckpoint:
+    """A checkpoint in HF format of a model that Megatron-Bridge knows, and the model itself in Megatron."""
+
+    def __init__(self, path: str) -> None:
+        """Raises InputError, in one line, if `path` is no folder with such a checkpoint."""
+        self.folder = Path(path)
+        self.config = AutoConfig.from_pretrained(path)
+        self.architecture = (architectures(self.config.to_dict()) or ["no architecture"])[0]
+        module = compat.bridge_module(self.architecture)
+        if module is None:
+            raise InputError(f"model.path = {path}: Megatron-Bridge has no {self.architecture}")
+        importlib.import_module(module)
+        self._bridge = AutoBridge.from_hf_pretrained(path)
+        compat.silence(type(self._bridge._model_bridge))
+
+    @property
+    def softcap(self) -> float | None:
+        return getattr(self.config, "final_logit_softcapping", None)
+
+    def megatron_config(
+        self, dtype: torch.dtype, device: torch.device, place: Place, scheme: None, **layout: Any
+    ) -> Any:
+        """Bridge's configuration of the model, laid out."""
+        provider: Any = self._bridge.to_megatron_provider(load_weights=False)
+        for name, value in (runtime_fields(dtype) | UNBALANCED | layout).items():
+            setattr(provider, name, value)
+        provider.moe_grouped_gemm = bool(provider.num_moe_experts) and compat.has_transformer_engine()
+        provider.should_pad_vocab = False
+        provider.device = device
+        provider.transformer_layer_spec = partial(_spec, self._original_spec(provider))
+        provider.finalize()
+        self._check_kinds(provider)
+        return provider
+
+    def _original_spec(self, provider: Any) -> Any:
+        """What makes the model's layers: Bridge's, or on a CPU Megatron's without Transformer Engine."""
+        made_by = provider.transformer_layer_spec
+        plain = made_by is default_layer_spec or getattr(made_by, "func", None) is get_gpt_decoder_block_spec
+        if compat.has_transformer_engine():
+            return made_by
+        if not plain or provider.normalization != "RMSNorm" or provider.layernorm_zero_centered_gamma:
+            raise InputError(
+                f"model.path = {self.folder}: {self.architecture} has layers in Megatron-Bridge that need Transformer "
+                "Engine and so a GPU"
+            )
+        return partial(get_gpt_decoder_block_spec, use_transformer_engine=False, normalization="RMSNorm")
+
+    def _check_kinds(self, provider: Any) -> None:
+        """Bridge and `beam_rl.model_config` read the same layers as those with experts."""
+        frequency = provider.moe_layer_freq
+        if isinstance(frequency, int):
+            frequency = [int(i % frequency == 0) for i in range(provider.num_layers)]
+        built = ["sparse" if provider.num_moe_experts and sparse else "dense" for sparse in frequency]
+        if built != layer_kinds(self.config.to_dict()):
+            raise InputError(
+                f"model.path = {self.folder}: Megatron-Bridge would build other layers of {self.architecture} with experts "
+                "than its config.json names"
+            )
+
+    def build(self, config: Any, place: Place) -> list[GPTModel]:
+        """This rank's part of the model, weights not initialized: one chunk, or one for each virtual stage."""
+        config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        try:
+            chunks = [config.provide(*ends, vp_stage=stage) for stage, *ends in pipeline_ends(config)]
+        except TypeError as error:
+            raise InputError(f"model.path = {self.folder}: {self.architecture} has {error}") from None
+        sparse = [i for i, kind in enumerate(layer_kinds(self.config.to_dict())) if kind == "sparse"]
+        here = [sparse[column] for column in place.moe_columns]
+        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
+            if isinstance(layer, ReplayLayer):
+                layer.column = here.index(layer.layer_number - 1)
+                layer.mlp.router.frozen_expert_bias = True  # no gradient trains it, and none is here to balance
+        return chunks
+
+    def load_into(self, chunks: Sequence[GPTModel]) -> None:
+        """Fills the model from the checkpoint; all ranks call it."""
+        with torch.no_grad():
+            self._bridge.load_hf_weights(list(chunks))
+
+    def tensors_of(self, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors under this checkpoint's names; every rank gets them all, one after the other."""
+        yield from self._bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False)
+
+
+def _spec(original: Any, config: Any, vp_stage: int | None = None) -> Spec:
+    """The model's layers with what they need here in the place of what Megatron would take."""
+    takes_stage = getattr(original, "func", original) is get_gpt_decoder_block_spec
+    made: Spec = original(config, vp_stage=vp_stage) if takes_stage else original(config)
+    if isinstance(made, ModuleSpec):
+        return replaying(made)
+    layers = [replaying(layer) for layer in made.layer_specs]
+    if compat.has_transformer_engine():
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=made.layer_norm)
+    return TransformerBlockSubmodules(layer_specs=[_without_te(layer) for layer in layers], layer_norm=RMSNorm)
+
+
+def _without_te(layer: ModuleSpec) -> ModuleSpec:
+    """A layer whose attention keeps packed samples apart and whose norms take sequence parallelism."""
+    parts = layer.submodules
+    attention = parts.self_attention
+    inner = replace(attention.submodules, core_attention=SdpaCore)
+    of_heads = [name for name in ("q_layernorm", "k_layernorm") if getattr(inner, name) is not IdentityOp]
+    inner = replace(inner, **dict.fromkeys(of_heads, RMSNorm))
+    parts = replace(
+        parts,
+        input_layernorm=RMSNorm,
+        pre_mlp_layernorm=RMSNorm,
+        self_attention=replace(attention, submodules=inner, params={"attn_mask_type": AttnMaskType.padding_causal}),
+    )
+    return replace(layer, submodules=parts)

@@ -1,0 +1,55 @@
+"""What this project asks of a model's `config.json`, whoever made the model.
+
+Beam's own names for its parts (`mlp_layer_types`, `num_experts`, …) stand for every model: other families' names for the
+same are read here and nowhere else. Plain dictionaries: knows nothing about torch, Megatron or vLLM.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+BEAM = "BeamForCausalLM"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # one number, as families call it
+
+
+def is_beam(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint is Beam's."""
+    return BEAM in architectures(config)
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """The classes that the checkpoint says it is of; none for one that does not say."""
+    return list(config.get("architectures") or [])
+
+
+def experts_of(config: Mapping[str, Any]) -> int:
+    """Experts of a MoE layer; 0 for a dense model."""
+    return next((int(config[name]) for name in EXPERTS if config.get(name)), 0)
+
+
+def layer_kinds(config: Mapping[str, Any]) -> list[str]:
+    """ "dense" or "sparse" for each layer."""
+    if config.get("mlp_layer_types"):
+        return list(config["mlp_layer_types"])
+    return ["sparse" if _has_experts(config, i) else "dense" for i in range(config["num_hidden_layers"])]
+
+
+def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    if not experts_of(config) or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    if layer < (config.get("first_k_dense_replace") or 0):
+        return False
+    return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
+
+
+def named_as_beams(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with what layouts and routes are made from under Beam's names; 0 for what a dense model lacks."""
+    heads = config["num_attention_heads"]
+    return {
+        **config,
+        "mlp_layer_types": layer_kinds(config),
+        "num_experts": experts_of(config),
+        "num_experts_per_tok": int(config.get("num_experts_per_tok") or 0),
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "moe_intermediate_size": int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0),
+    }

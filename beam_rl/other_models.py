@@ -1,0 +1,56 @@
+"""Models other than Beam: whether a recipe can train one, and what of Beam's switches itself off for it.
+
+A model trains if Megatron-Bridge builds it and vLLM serves it. Pure functions of the recipe and the model's config.json,
+but for a look at what the two installed libraries list.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from beam_rl.model_config import architectures, experts_of, is_beam
+from beam_rl.recipe.tree import Recipe
+
+
+def unknown(config: Mapping[str, Any]) -> str | None:
+    """Who of the two does not know the model; None: both do, or it is Beam."""
+    if is_beam(config):
+        return None
+    from beam_rl.megatron.compat import bridge_module
+    from beam_rl.rollout.compat import knows_architecture
+
+    named = architectures(config)
+    if not named:
+        return "names no architecture in its config.json"
+    if bridge_module(named[0]) is None:
+        return f"holds {named[0]}, which the installed Megatron-Bridge does not build as a plain GPT model"
+    if not knows_architecture(named[0]):
+        return f"holds {named[0]}, which the installed vLLM does not serve"
+    return None
+
+
+def refusals(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[str]:
+    """Of a recipe for another model than Beam, what is Beam's alone or was never tried: a sentence each, with the key."""
+    if is_beam(config):
+        return
+    name, parallel = architectures(config)[0], recipe.trainer.parallel
+    if recipe.model.lora is not None:
+        yield f"model.lora: adapters are Beam's alone, and model.path holds {name}; leave it out to train all weights"
+    for key, precision in (("trainer", recipe.trainer.precision), ("rollout", recipe.rollout_precision)):
+        if precision == "mxfp8":
+            yield f"{key}.precision = mxfp8: the scheme is of Beam's weights, and model.path holds {name}; use bf16"
+    for size in ("cp", "vpp"):
+        if (ranks := getattr(parallel, size)) > 1:
+            yield f"trainer.parallel.{size} = {ranks}: is for Beam alone, and model.path holds {name}; use 1"
+    tied = config.get("tie_word_embeddings", False)
+    if tied and parallel.pp > 1:
+        yield f"trainer.parallel.pp = {parallel.pp}: {name} has one weight for embedding and head here; use 1"
+
+
+def fitted(recipe: Recipe, config: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+    """The recipe with what the model has no use for switched off, and a line about each."""
+    if not recipe.rollout.routing_replay or experts_of(config):
+        return recipe, []
+    rollout = recipe.rollout.model_copy(update={"routing_replay": False})
+    return recipe.model_copy(update={"rollout": rollout}), [
+        f"rollout.routing_replay is off: {architectures(config)[0]} has no experts"
+    ]
