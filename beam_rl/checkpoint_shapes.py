@@ -1,7 +1,7 @@
 """Every tensor of a Beam checkpoint as it lies on disk: name, shape, and whether it is FP32 in every precision.
 
-`checkpoint_shapes` is a pure function of config.json; `tests/test_plan_layouts.py` compares it with transformers' model, and what each
-rank holds with it.
+`checkpoint_shapes` is a pure function of config.json; `tests/test_plan_layouts.py` compares it with transformers' model,
+and what each rank holds with it.
 """
 
 import json

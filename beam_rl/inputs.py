@@ -44,7 +44,7 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     Args:
         display: shows that a small checkpoint is being made.
     Raises:
-        InputError: a missing folder, a checkpoint that can't be trained, data that can't serve, a reward that can't be loaded.
+        InputError: a missing folder, a model that can't be trained, data that can't serve, a reward that can't be loaded.
     """
     check_verifier(recipe.verifier)
     path = find_model(recipe, display)

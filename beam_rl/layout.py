@@ -46,11 +46,15 @@ def _sizes(hf: Mapping[str, Any], p: Parallel) -> list[str]:
         ("ep", p.ep, "num_experts", "experts"),
         ("etp", p.etp, "moe_intermediate_size", "columns of an expert"),
     ]
-    return [
+    problems = [
         f"trainer.parallel.{key} = {size}: must divide the model's {hf[field]} {what}"
         for key, size, field, what in cuts
         if hf[field] % size
     ]
+    if not hf["num_experts"]:
+        sizes = (("ep", p.ep), ("etp", p.etp))
+        problems += [f"trainer.parallel.{key} = {n}: the model has no experts; use 1" for key, n in sizes if n > 1]
+    return problems
 
 
 def _adapter(hf: Mapping[str, Any], p: Parallel, adapter: Adapter) -> list[str]:

@@ -32,18 +32,12 @@ def refusals(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[str]:
     """Of a recipe for another model than Beam, what is Beam's alone or was never tried: a sentence each, with the key."""
     if is_beam(config):
         return
-    name, parallel = architectures(config)[0], recipe.trainer.parallel
+    name = architectures(config)[0]
     if recipe.model.lora is not None:
         yield f"model.lora: adapters are Beam's alone, and model.path holds {name}; leave it out to train all weights"
     for key, precision in (("trainer", recipe.trainer.precision), ("rollout", recipe.rollout_precision)):
         if precision == "mxfp8":
             yield f"{key}.precision = mxfp8: the scheme is of Beam's weights, and model.path holds {name}; use bf16"
-    for size in ("cp", "vpp"):
-        if (ranks := getattr(parallel, size)) > 1:
-            yield f"trainer.parallel.{size} = {ranks}: is for Beam alone, and model.path holds {name}; use 1"
-    tied = config.get("tie_word_embeddings", False)
-    if tied and parallel.pp > 1:
-        yield f"trainer.parallel.pp = {parallel.pp}: {name} has one weight for embedding and head here; use 1"
 
 
 def fitted(recipe: Recipe, config: Mapping[str, Any]) -> tuple[Recipe, list[str]]:

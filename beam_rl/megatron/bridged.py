@@ -33,8 +33,9 @@ from beam_rl.megatron.attention import SdpaCore
 from beam_rl.megatron.model import pipeline_ends, runtime_fields
 from beam_rl.megatron.replay import ReplayLayer, replaying
 from beam_rl.model_config import architectures, layer_kinds
+from beam_rl.mxfp8.scheme import Scheme
 
-Spec = ModuleSpec | TransformerBlockSubmodules
+type Spec = ModuleSpec | TransformerBlockSubmodules
 
 # The weights are the checkpoint's and the loss is the recipe's alone.
 UNBALANCED: dict[str, Any] = dict(
@@ -92,9 +93,10 @@ class BridgedCheckpoint:
         return getattr(self.config, "final_logit_softcapping", None)
 
     def megatron_config(
-        self, dtype: torch.dtype, device: torch.device, place: Place, scheme: None, **layout: Any
+        self, dtype: torch.dtype, device: torch.device, place: Place, scheme: Scheme | None, **layout: Any
     ) -> Any:
-        """Bridge's configuration of the model, laid out."""
+        """Bridge's configuration of the model, laid out. InputError on a CPU for layers that need a GPU."""
+        assert scheme is None, "MXFP8 is of Beam's weights"
         provider: Any = self._bridge.to_megatron_provider(load_weights=False)
         for name, value in (runtime_fields(dtype) | UNBALANCED | layout).items():
             setattr(provider, name, value)
@@ -112,7 +114,8 @@ class BridgedCheckpoint:
         plain = made_by is default_layer_spec or getattr(made_by, "func", None) is get_gpt_decoder_block_spec
         if compat.has_transformer_engine():
             return made_by
-        if not plain or provider.normalization != "RMSNorm" or provider.layernorm_zero_centered_gamma:
+        own = provider.multi_latent_attention or provider.layernorm_zero_centered_gamma
+        if not plain or own or provider.normalization != "RMSNorm":
             raise InputError(
                 f"model.path = {self.folder}: {self.architecture} has layers in Megatron-Bridge that need Transformer "
                 "Engine and so a GPU"

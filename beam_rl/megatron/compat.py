@@ -82,12 +82,12 @@ def bridge_module(architecture: str) -> str | None:
     Read from Bridge's files: importing all its families takes 10 s, and some of them what is not installed. Nothing of
     Megatron is imported, so it may be asked before `install`.
     """
-    for spec_path in importlib.metadata.files("megatron-bridge") or ():
-        if spec_path.parts[:3] != ("megatron", "bridge", "models") or spec_path.suffix != ".py":
+    for file in importlib.metadata.files("megatron-bridge") or ():
+        if file.parts[:3] != ("megatron", "bridge", "models") or file.suffix != ".py":
             continue
-        text = Path(str(spec_path.locate())).read_text(encoding="utf-8")
+        text = Path(str(file.locate())).read_text(encoding="utf-8")
         if architecture in text and architecture in _registered(ast.parse(text)):
-            return ".".join(spec_path.with_suffix("").parts)
+            return ".".join(file.with_suffix("").parts)
     return None
 
 
@@ -107,8 +107,8 @@ def _registered(tree: ast.Module) -> set[str]:
         given = {keyword.arg: keyword.value for keyword in node.keywords}
         source, target = given.get("source"), given.get("target")
         if isinstance(target, ast.Name) and target.id == "GPTModel":
-            name = source.id if isinstance(source, ast.Name) else getattr(source, "value", None)
-            found.add(constants.get(name, name))
+            name = source.id if isinstance(source, ast.Name) else str(getattr(source, "value", ""))
+            found.add(str(constants.get(name, name)))
     return found
 
 
@@ -150,12 +150,15 @@ def _is_cuda(value: object) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Megatron 0.19 writes `device="cuda"` into its schedules and optimizers, and compares `Tensor.type()`."""
+    """Megatron 0.19 writes `device="cuda"` into its schedules and optimizers, compares `Tensor.type()`, and moves a head
+    that is the embedding of another pipeline stage by `Tensor.cuda()`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.cuda:
+            return args[0]
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         return func(*args, **kwargs)

@@ -63,6 +63,7 @@ class ReplayMoELayer(MoELayer):
     """Megatron's MoE layer, which hands its router what `ReplayLayer` has been asked."""
 
     asked: Asked = NOTHING
+    moe_layer_recompute: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -296,7 +296,7 @@ class Trainer:
             "loss/entropy": entropy / tokens,
             "loss/kl": kl / tokens,
         }
-        if not self.adapted:  # which freezes the routers
+        if not self.adapted and self.config.num_moe_experts:  # an adapter freezes the routers
             metrics["optim/router_grad_norm"] = router_gradient_norm(self.chunks, self.optimizer)
         return metrics
 

@@ -11,7 +11,7 @@ from beam_rl.errors import InputError
 from beam_rl.inputs import check_config_for
 from beam_rl.layout import stage_layers
 from beam_rl.lora import Adapter
-from beam_rl.model_config import is_beam
+from beam_rl.model_config import architectures, is_beam
 from beam_rl.mxfp8.scheme import Scheme
 from beam_rl.placement import Placement, Shelf, for_pace, place
 from beam_rl.plan.description import Description, describe
@@ -120,7 +120,7 @@ def case_of(recipe: Recipe) -> Case:
     model = describe(recipe)
     if not is_beam(model.config):
         raise InputError(
-            f"model.path = {recipe.model.path}: plans are of Beam, and this is {model.config['architectures'][0]}"
+            f"model.path = {recipe.model.path}: holds {architectures(model.config)[0]}, and plans are of Beam alone"
         )
     adapter, scheme = check_config_for(recipe, model.config)
     machine, on_gpus = machine_of(recipe)

@@ -1,0 +1,182 @@
+"""Models other than Beam: the same numbers as transformers and one process, replay, resume, and what is refused."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import megatron_tiny as tiny
+import numpy as np
+import other_tiny as other
+import pytest
+import torch
+from other_tiny import Layout
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from beam_rl.errors import InputError
+from beam_rl.inputs import check_config, check_config_for
+from beam_rl.layout import check_layout
+from beam_rl.megatron.compat import bridge_module
+from beam_rl.megatron.trainer import Trainer
+from beam_rl.model_config import experts_of, layer_kinds
+from beam_rl.other_models import fitted
+from beam_rl.recipe.load import load
+from beam_rl.recipe.tree import Parallel
+from beam_rl.rollout.compat import knows_architecture
+from beam_rl.samples import MicroBatch
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+KINDS = ("moe", "dense")
+BOUND = 1e-5
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def learner(request: pytest.FixtureRequest) -> Iterator[tuple[str, Trainer]]:
+    trainer = other.trainer(request.param)
+    yield request.param, trainer
+
+
+def reference(kind: str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(other.checkpoint(kind), dtype=torch.float32).eval()
+    model.get_input_embeddings().padding_idx = None  # or the padding token, which the samples have, gets no gradient
+    return model
+
+
+def reference_logp(model: Any, batch: MicroBatch) -> Tensor:
+    """Sample by sample: positions begin anew at each."""
+    found = []
+    for start, end in zip(batch.cu_tokens[:-1], batch.cu_tokens[1:], strict=True):
+        logits = model(torch.tensor(batch.tokens[start:end])[None]).logits[0]
+        found.append(logits.log_softmax(-1)[torch.arange(end - start), torch.tensor(batch.targets[start:end])])
+    return torch.cat(found)
+
+
+def test_packed_samples_have_transformers_log_probabilities_and_gradients(learner: tuple[str, Trainer]) -> None:
+    kind, trainer = learner
+    batch, model = other.micro_batch([11, 7, 20, 3]), reference(kind)
+    (score,) = trainer.score([batch])
+    expected = reference_logp(model, batch)
+    np.testing.assert_allclose(score.logp, expected.detach(), atol=BOUND)
+    weight = torch.tensor(batch.weight)
+    (-(weight * expected).sum()).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    metrics = trainer.update([batch], lambda i: dataclasses.replace(tiny.squared_objective(i), loss=-i.logp), 0.0)
+    assert metrics["optim/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    if kind == "moe":
+        routers = [p.grad for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")]
+        assert metrics["optim/router_grad_norm"] == pytest.approx(
+            float(torch.nn.utils.get_total_norm(routers)), rel=1e-4
+        )
+
+
+def test_an_export_is_what_transformers_loads(learner: tuple[str, Trainer], tmp_path: Path) -> None:
+    kind, trainer = learner
+    batch = other.micro_batch([9, 12])
+    trainer.update([batch], tiny.squared_objective, 1e-3)
+    trainer.export(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = reference_logp(model, batch)
+    np.testing.assert_allclose(trainer.score([batch])[0].logp, expected, atol=BOUND)
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stored["architectures"] == json.loads((other.checkpoint(kind) / "config.json").read_text())["architectures"]
+
+
+def test_replayed_experts_are_used_and_counted_and_pass_their_gradient() -> None:
+    trainer = other.trainer("moe")
+    tokens = 24
+    free, own = other.micro_batch([tokens]), own_routes(tokens)
+    told = dataclasses.replace(free, routes=own)
+    (as_chosen,), (replayed,) = trainer.score([free]), trainer.score([told])
+    np.testing.assert_allclose(replayed.logp, as_chosen.logp, atol=1e-6)
+    assert (replayed.routes_agree, replayed.routes_total) == (tokens * other.LAYERS,) * 2
+    wrong = dataclasses.replace(free, routes=other.random_routes(tokens))
+    (elsewhere,) = trainer.score([wrong])
+    assert elsewhere.routes_agree < elsewhere.routes_total / 2 and np.abs(elsewhere.logp - as_chosen.logp).max() > 1e-3
+    assert trainer.update([wrong], tiny.squared_objective, 0.0)["optim/router_grad_norm"] > 0
+
+
+def own_routes(tokens: int) -> Any:
+    """What transformers' routers choose for `micro_batch([tokens])`."""
+    model, batch, found = reference("moe"), other.micro_batch([tokens]), []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda m, i, out: found.append(out[-1])) for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        reference_logp(model, batch)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1).numpy().astype(np.uint8)
+
+
+LAYOUTS = (
+    Layout("moe", Parallel(tp=2, sp=True, ep=2)),
+    Layout("moe", Parallel(pp=2), "selective"),
+    Layout("dense", Parallel(pp=2), "full"),
+)
+
+
+def test_layouts_give_the_numbers_of_one_process(tmp_path: Path) -> None:
+    alone = {}
+    for i, layout in enumerate((*(Layout(kind, Parallel()) for kind in KINDS), *LAYOUTS)):
+        ranks = other.run(layout, tmp_path / str(i))
+        for name, values in ranks[0]["weights"].items():
+            np.testing.assert_array_equal(values, ranks[0]["resumed"][name])
+        first = alone.setdefault(layout.kind, ranks[0])
+        (told,) = [rank for rank in ranks if rank["place"].reports]
+        for one, many in zip(first["logp"], told["logp"], strict=True):
+            np.testing.assert_allclose(many, one, atol=BOUND)
+        assert told["agreement"] == first["agreement"]
+        for one, many in zip(first["metrics"], ranks[0]["metrics"], strict=True):
+            assert many == pytest.approx(one, rel=1e-4)
+        for name, values in first["weights"].items():
+            np.testing.assert_allclose(ranks[0]["weights"][name], values, atol=BOUND)
+
+
+# --- what is refused, or off ------------------------------------------------------------------------------
+
+
+def config(kind: str) -> dict[str, Any]:
+    return json.loads((other.checkpoint(kind) / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"), [("trainer.precision=mxfp8", "moe"), ("trainer.parallel.ep=2 trainer.parallel.dp=2", "dense")]
+)
+def test_what_does_not_fit_the_model_is_refused_by_its_key(key: str, kind: str) -> None:
+    recipe = load(RECIPES / "tiny_cpu.yaml", key.split())
+    with pytest.raises(InputError, match=key.split("=")[0]):
+        check_config_for(recipe, config(kind))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "who"), [("GPT2LMHeadModel", "Megatron-Bridge"), ("Qwen9ForCausalLM", "Megatron-Bridge")]
+)
+def test_a_model_that_a_library_does_not_know_is_named(architecture: str, who: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config("moe") | {"architectures": [architecture]}))
+    with pytest.raises(InputError, match=f"model.path = .*{architecture}.*{who}"):
+        check_config(tmp_path)
+
+
+def test_both_libraries_know_the_models_of_these_tests() -> None:
+    for kind in KINDS:
+        (architecture,) = config(kind)["architectures"]
+        assert bridge_module(architecture) and knows_architecture(architecture)
+
+
+def test_replay_is_off_for_a_model_without_experts_and_says_so() -> None:
+    recipe = load(RECIPES / "tiny_cpu.yaml")
+    off, notes = fitted(recipe, config("dense"))
+    assert not off.rollout.routing_replay and "rollout.routing_replay is off" in notes[0]
+    assert fitted(recipe, config("moe")) == (recipe, [])
+
+
+def test_layers_with_experts_are_read_from_each_familys_names() -> None:
+    assert layer_kinds(config("moe")) == ["sparse"] * 4 and layer_kinds(config("dense")) == ["dense"] * 4
+    every_second = config("moe") | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert layer_kinds(every_second) == ["dense", "sparse", "dense", "dense"]
+    deepseek = {"num_hidden_layers": 3, "n_routed_experts": 4, "first_k_dense_replace": 1}
+    assert layer_kinds(deepseek) == ["dense", "sparse", "sparse"] and experts_of(deepseek) == 4
+    assert not check_layout(config("dense"), Parallel(tp=2)) and check_layout(config("dense"), Parallel(tp=3))
