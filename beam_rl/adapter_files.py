@@ -32,6 +32,7 @@ from beam_rl.lora import (
     adapter_tensors,
     repeated_tensors,
 )
+from beam_rl.model_config import experts_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -41,11 +42,11 @@ IDENTITY_BLOCKS = 64  # of a file, that `identity` reads
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-def adapter_config(adapter: Adapter, base: str) -> dict[str, Any]:
-    """PEFT's adapter_config.json. `base`: where the base model is, noted for the reader."""
+def adapter_config(adapter: Adapter, base: str, has_experts: bool = True) -> dict[str, Any]:
+    """PEFT's adapter_config.json. `base`: where the base model is, noted for the reader. has_experts: the model."""
     experts = EXPERTS[0] in adapter.targets
     dense = [target for target in adapter.targets if target not in EXPERTS]
-    parameters = [target for target in dense if target.rpartition(".")[2] in EXPERT_NAMES]
+    parameters = [target for target in dense if has_experts and target.rpartition(".")[2] in EXPERT_NAMES]
     modules = [target.rpartition(".")[2] for target in dense if target not in parameters]
     if experts:
         modules += EXPERT_NAMES
@@ -96,7 +97,7 @@ def write_adapter(
     whole = {PREFIX + name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
     with whole_folder(folder) as partial:
         save_file(whole, partial / WEIGHTS, metadata={"format": "pt", BASE: identity(Path(base))})
-        (partial / CONFIG).write_text(json.dumps(adapter_config(adapter, base), indent=2) + "\n")
+        (partial / CONFIG).write_text(json.dumps(adapter_config(adapter, base, experts_of(config) > 0), indent=2) + "\n")
 
 
 def identity(checkpoint: Path) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from beam_rl.adapter_files import read_adapter
 from beam_rl.data import PromptStream, read_prompts
 from beam_rl.errors import InputError
 from beam_rl.layout import check_layout
-from beam_rl.lora import Adapter, adapter_of
+from beam_rl.lora import Adapter, adapter_of, targets_in
 from beam_rl.model_config import experts_of, is_beam
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.other_models import fitted, refusals, unknown
@@ -161,9 +161,10 @@ def _adapter(recipe: Recipe, config: dict[str, Any]) -> Adapter | None:
     if recipe.model.lora is None:
         return None
     try:
-        return adapter_of(recipe.model.lora, config["num_experts_per_tok"])
+        adapter = adapter_of(recipe.model.lora, config.get("num_experts_per_tok") or 1)
     except ValueError as e:
         raise InputError(str(e)) from None
+    return replace(adapter, targets=targets_in(config, adapter.targets))
 
 
 def scheme_for(recipe: Recipe, model_path: Path) -> Scheme | None:

@@ -1,15 +1,18 @@
-"""What a LoRA adapter of Beam consists of: modules, ranks, scales and tensor names.
+"""What a LoRA adapter consists of: modules, ranks, scales and tensor names.
 
 Trainer, sync, engine and export all ask here, so that they mean the same adapter. Pure functions of the recipe's
-`model.lora` and a checkpoint's config.json; knows nothing about tensors' values, Megatron, vLLM or files.
+`model.lora` and a checkpoint's config.json; knows nothing about tensors' values, Megatron, vLLM or files. Another model
+than Beam has an adapter where its projections have the same names; what it lacks is no target.
 
 An adapter module is W + alpha/rank · B·A with A (rank, in) and B (out, rank). The projections that Megatron holds as one
 matrix share one A: q, k, v and the output gate; a dense MLP's gate and up; an expert's gate and up.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from beam_rl.model_config import is_beam, layer_kinds, named_as_beams
 
 ATTENTION_INPUTS = tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v", "gate"))
 ATTENTION_OUTPUT = ("self_attn.o_proj",)
@@ -64,6 +67,16 @@ class AdapterModule:
         return f"{self.shares_a_with}.lora_A.weight" if self.shares_a_with else self.a
 
 
+def targets_in(config: Mapping[str, Any], targets: Sequence[str]) -> tuple[str, ...]:
+    """Those of the targets that the model has: others than Beam have no output gate, and maybe no experts or dense MLPs."""
+    if is_beam(config):
+        return tuple(targets)
+    kinds, absent = layer_kinds(config), {ATTENTION_INPUTS[-1]}
+    absent |= set() if "sparse" in kinds else {*EXPERTS}
+    absent |= set() if "dense" in kinds else {*DENSE_INPUTS, *DENSE_OUTPUT}
+    return tuple(target for target in targets if target not in absent)
+
+
 def adapter_of(lora: Any, top_k: int) -> Adapter:
     """The adapter that a recipe's `model.lora` (`recipe.tree.Lora`) asks for on a model with `top_k` experts a token.
 
@@ -90,6 +103,7 @@ def adapter_of(lora: Any, top_k: int) -> Adapter:
 
 def adapter_modules(adapter: Adapter, config: Mapping[str, Any]) -> Iterator[AdapterModule]:
     """Every adapted matrix of the model, layer by layer; `config` is the checkpoint's config.json."""
+    config = named_as_beams(config)
     for layer, kind in enumerate(config["mlp_layer_types"]):
         yield from _attention(adapter, config, f"model.layers.{layer}.")
         if kind == "dense":
@@ -115,6 +129,8 @@ def _attention(adapter: Adapter, config: Mapping[str, Any], layer: str) -> Itera
     wide, narrow = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     if ATTENTION_INPUTS[0] in adapter.targets:
         for target, outputs in zip(ATTENTION_INPUTS, (wide, narrow, narrow, wide), strict=True):
+            if target not in adapter.targets:
+                continue
             shared = None if target == ATTENTION_INPUTS[0] else layer + ATTENTION_INPUTS[0]
             yield AdapterModule(layer + target, adapter.rank, adapter.alpha, outputs, hidden, shared)
     if ATTENTION_OUTPUT[0] in adapter.targets:

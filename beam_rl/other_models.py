@@ -33,8 +33,6 @@ def refusals(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[str]:
     if is_beam(config):
         return
     name = architectures(config)[0]
-    if recipe.model.lora is not None:
-        yield f"model.lora: adapters are Beam's alone, and model.path holds {name}; leave it out to train all weights"
     for key, precision in (("trainer", recipe.trainer.precision), ("rollout", recipe.rollout_precision)):
         if precision == "mxfp8":
             yield f"{key}.precision = mxfp8: the scheme is of Beam's weights, and model.path holds {name}; use bf16"

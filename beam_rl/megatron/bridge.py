@@ -36,20 +36,25 @@ QKVG = ("q", "k", "v", "gate")
 
 
 def merge_qkvg(parts: dict[str, Tensor], groups: int) -> Tensor:
-    """The four projections as Megatron stores them: for each KV group its q heads, gate heads, k head and v head.
+    """The projections as Megatron stores them: for each KV group its q heads, gate heads (if any), k head and v head.
 
     Each part is (heads · dim, hidden), or anything else with the heads in its first dimension.
     """
     rest = parts["q"].shape[1:]
-    by_group = [parts[name].reshape(groups, -1, *rest) for name in ("q", "gate", "k", "v")]
+    by_group = [parts[name].reshape(groups, -1, *rest) for name in ("q", "gate", "k", "v") if name in parts]
     return torch.cat(by_group, dim=1).reshape(-1, *rest)
 
 
-def split_qkvg(merged: Tensor, heads: int, groups: int, head_dim: int) -> dict[str, Tensor]:
-    """The inverse of `merge_qkvg`."""
+def split_qkvg(
+    merged: Tensor, heads: int, groups: int, head_dim: int, names: Sequence[str] = QKVG
+) -> dict[str, Tensor]:
+    """The inverse of `merge_qkvg`, in the order of `names`; without "gate" there is none."""
     wide, rest = heads // groups * head_dim, merged.shape[1:]
-    q, gate, k, v = merged.view(groups, -1, *rest).split([wide, wide, head_dim, head_dim], dim=1)
-    return {name: part.reshape(-1, *rest) for name, part in zip(QKVG, (q, k, v, gate), strict=True)}
+    sizes = {"q": wide, "gate": wide, "k": head_dim, "v": head_dim}
+    stored = [name for name in sizes if name in names]
+    parts = merged.view(groups, -1, *rest).split([sizes[name] for name in stored], dim=1)
+    found = dict(zip(stored, parts, strict=True))
+    return {name: found[name].reshape(-1, *rest) for name in names}
 
 
 class QKVGateMapping(MegatronParamMapping[dict[str, Tensor]]):

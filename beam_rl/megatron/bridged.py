@@ -155,8 +155,15 @@ class BridgedCheckpoint:
             self._bridge.load_hf_weights(list(chunks))
 
     def tensors_of(self, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors under this checkpoint's names; every rank gets them all, one after the other."""
-        yield from self._bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False)
+        """The model's tensors under this checkpoint's names; every rank gets them all, one after the other.
+
+        An adapter on the model is no part of them.
+        """
+        export = self._bridge.export_hf_weights(
+            list(chunks), cpu=False, show_progress=False, merge_adapter_weights=False
+        )
+        for name, tensor in export:
+            yield name.replace(".base_layer.", "."), tensor  # Bridge's name for a weight that has an adapter
 
 
 def _spec(original: Any, config: Any, vp_stage: int | None = None) -> Spec:

@@ -1,4 +1,4 @@
-"""LoRA on a Megatron Beam: the adapters on a rank's modules, and the whole adapter by its HF names, in both directions.
+"""LoRA on a model in Megatron: the adapters on a rank's modules, and the whole adapter by its HF names, in both directions.
 
 Which modules, ranks and scales is `beam_rl.lora`'s to say. A new adapter's A depends on the recipe's seed and the
 module's HF name alone, so every layout starts from the same one. Knows nothing about optimizers, files or checkpoints.
@@ -26,9 +26,8 @@ from beam_rl.lora import (
     AdapterModule,
     adapter_modules,
 )
-from beam_rl.megatron.bridge import QKVG, merge_qkvg, split_qkvg
+from beam_rl.megatron.bridge import merge_qkvg, split_qkvg
 from beam_rl.megatron.lora_layers import AdaptedLinear, adapted
-from beam_rl.megatron.model import BeamModel
 
 PLACES = (  # Megatron's module in a layer, its linear layer, the targets that this holds
     ("self_attention", "linear_qkv", ATTENTION_INPUTS),
@@ -77,11 +76,11 @@ class Piece:
 class AdaptedModel:
     """The adapters on a rank's chunks of the model."""
 
-    def __init__(self, chunks: Sequence[BeamModel], adapter: Adapter, hf: Mapping[str, Any]) -> None:
+    def __init__(self, chunks: Sequence[Any], adapter: Adapter, hf: Mapping[str, Any]) -> None:
         """Adds adapters that add nothing, and freezes everything else. Every rank calls it.
 
         Args:
-            hf: the checkpoint's config.json.
+            hf: the checkpoint's config.json, with Beam's names (`model_config.named_as_beams`).
         """
         self.config, self.hf = chunks[0].config, hf
         self.pieces = list(_pieces(adapter, hf))
@@ -150,7 +149,7 @@ class AdaptedModel:
             a.copy_(tensors[modules[0].a].chunk(size, 0 if piece.column_parallel else 1)[rank])
             outputs = [tensors[module.b] for module in modules]
             if piece.linear == "linear_qkv":
-                outputs = [merge_qkvg(dict(zip(QKVG, outputs, strict=True)), self.hf["num_key_value_heads"])]
+                outputs = [merge_qkvg(dict(zip(_parts_of(modules), outputs, strict=True)), self.hf["num_key_value_heads"])]
             b.copy_(torch.cat([part.chunk(size)[rank] for part in outputs]))
 
     def _whole(self, piece: Piece) -> dict[str, Tensor]:
@@ -162,8 +161,8 @@ class AdaptedModel:
             found[modules[0].a] = whole_a[i]
             here = [part[i] for part in b_parts]
             if piece.linear == "linear_qkv":
-                heads, groups = self.hf["num_attention_heads"], self.hf["num_key_value_heads"]
-                outputs = list(split_qkvg(torch.cat(here), heads, groups, self.hf["head_dim"]).values())
+                sizes = (self.hf[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+                outputs = list(split_qkvg(torch.cat(here), *sizes, _parts_of(modules)).values())
             else:
                 each = [part.chunk(len(modules)) for part in here]  # a rank's gate rows, then its up rows
                 outputs = [torch.cat(parts) for parts in zip(*each, strict=True)]
@@ -197,6 +196,11 @@ class AdaptedModel:
         return {piece: next(r for r, numbers in enumerate(held) if i in numbers) for i, piece in enumerate(self.pieces)}
 
 
+def _parts_of(modules: Sequence[AdapterModule]) -> list[str]:
+    """q, k, v and gate, or those of them that the model has."""
+    return [module.name.rpartition(".")[2].removesuffix("_proj") for module in modules]
+
+
 def _experts_of(hf: Mapping[str, Any], expert_rank: int) -> range:
     """The experts of an expert-parallel rank, in each layer."""
     count = hf["num_experts"] // parallel_state.get_expert_model_parallel_world_size()
@@ -210,7 +214,7 @@ def _pieces(adapter: Adapter, hf: Mapping[str, Any]) -> Iterator[Piece]:
             if targets[0] not in adapter.targets or owner == ("mlp" if kind == "sparse" else "mlp.experts"):
                 continue
             if owner != "mlp.experts":
-                names = [f"model.layers.{layer}.{target}" for target in targets]
+                names = [f"model.layers.{layer}.{target}" for target in targets if target in adapter.targets]
                 yield Piece(layer, owner, linear, None, (tuple(modules[name] for name in names),))
                 continue
             parts = [target.rpartition(".")[2] for target in targets]

@@ -47,7 +47,7 @@ from beam_rl.megatron.optimizer import (
 from beam_rl.megatron.packing import Agreement, Pack, pack
 from beam_rl.megatron.profile import part
 from beam_rl.megatron.settings import ExportForm, Score, TrainerSettings
-from beam_rl.model_config import layer_kinds
+from beam_rl.model_config import named_as_beams
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.samples import MicroBatch
 
@@ -71,12 +71,12 @@ class Trainer:
         self.settings = settings
         self.checkpoint = open_family(model_path)
         hf = self.checkpoint.config
-        self.hf: dict[str, Any] = hf.to_dict()
+        self.hf = named_as_beams(hf.to_dict())
         for problem in check_layout(self.hf, settings.parallel, settings.adapter):
             raise InputError(problem)
         self.device = ranks.start_process(settings)
         ranks.join(settings, rank, world_size, master)
-        self.place = place_of(rank, settings.parallel, layer_kinds(self.hf))
+        self.place = place_of(rank, settings.parallel, self.hf["mlp_layer_types"])
         self.scheme = self._scheme(hf)
         layout = layout_fields(settings.parallel, hf.num_hidden_layers, settings.recompute)
         dtype = DTYPES[settings.precision]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from beam_rl.checksum import tensor_digest
 from beam_rl.lora import Adapter, AdapterModule, adapter_modules, adapter_tensors, repeated_tensors
+from beam_rl.model_config import named_as_beams
 from beam_rl.rollout import compat
 from beam_rl.rollout.names import adapter_place
 
@@ -82,7 +83,7 @@ class HeldAdapter:
 
     def __init__(self, adapter: Adapter, config: Mapping[str, Any], runner: Any) -> None:
         """config: the checkpoint's config.json. runner: vLLM's model runner."""
-        self.adapter, self.config, self.runner = adapter, config, runner
+        self.adapter, self.config, self.runner = adapter, named_as_beams(config), runner
         own = tuple(f"model.layers.{layer}." for layer in compat.own_layers(runner))
         self.modules = [m for m in adapter_modules(adapter, config) if m.name.startswith(own)]
         self.slots = compat.adapter_slots(runner)
