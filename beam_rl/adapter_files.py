@@ -97,7 +97,9 @@ def write_adapter(
     whole = {PREFIX + name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
     with whole_folder(folder) as partial:
         save_file(whole, partial / WEIGHTS, metadata={"format": "pt", BASE: identity(Path(base))})
-        (partial / CONFIG).write_text(json.dumps(adapter_config(adapter, base, experts_of(config) > 0), indent=2) + "\n")
+        (partial / CONFIG).write_text(
+            json.dumps(adapter_config(adapter, base, experts_of(config) > 0), indent=2) + "\n"
+        )
 
 
 def identity(checkpoint: Path) -> str:

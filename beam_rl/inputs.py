@@ -16,7 +16,7 @@ from beam_rl.layout import check_layout
 from beam_rl.lora import Adapter, adapter_of, targets_in
 from beam_rl.model_config import experts_of, is_beam
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
-from beam_rl.other_models import fitted, refusals, unknown
+from beam_rl.other_models import fitted, refusals, unadapted, unknown
 from beam_rl.recipe.tree import DataSource, Recipe
 from beam_rl.samples import Prompt
 from beam_rl.step import Display, Phase
@@ -30,6 +30,7 @@ UNSUPPORTED = {"norm_topk_prob": True, "attention_bias": False, "tie_word_embedd
 class Inputs:
     recipe: Recipe  # for this model: what it has no use for is switched off
     model_path: Path
+    is_beam: bool
     num_experts: int  # 0: a dense model
     prompts: PromptStream
     eval_prompts: list[Prompt]
@@ -50,6 +51,8 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     path = find_model(recipe, display)
     config = check_checkpoint(path)
     check_config_for(recipe, config)
+    if problem := unadapted(adapter_for(recipe, path), config, path):
+        raise InputError(problem)
     recipe, switched_off = fitted(recipe, config)
     from transformers import AutoTokenizer
 
@@ -68,6 +71,7 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     return Inputs(
         recipe=recipe,
         model_path=path,
+        is_beam=is_beam(config),
         num_experts=experts_of(config),
         prompts=train,
         eval_prompts=held_out,

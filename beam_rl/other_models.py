@@ -5,8 +5,11 @@ but for a look at what the two installed libraries list.
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from beam_rl.checkpoint_shapes import stored_names
+from beam_rl.lora import Adapter, adapter_modules
 from beam_rl.model_config import architectures, experts_of, is_beam
 from beam_rl.recipe.tree import Recipe
 
@@ -36,6 +39,18 @@ def refusals(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[str]:
     for key, precision in (("trainer", recipe.trainer.precision), ("rollout", recipe.rollout_precision)):
         if precision == "mxfp8":
             yield f"{key}.precision = mxfp8: the scheme is of Beam's weights, and model.path holds {name}; use bf16"
+
+
+def unadapted(adapter: Adapter | None, config: Mapping[str, Any], folder: Path) -> str | None:
+    """What keeps an adapter from another model than Beam: projections of other names. None: nothing does."""
+    if adapter is None or is_beam(config):
+        return None
+    stored = stored_names(folder, config)
+    missing = [m.name for m in adapter_modules(adapter, config) if f"{m.name}.weight" not in stored]
+    if not missing and adapter.targets:
+        return None
+    what = f"its checkpoint has no {missing[0]}" if missing else "it has none of model.lora.targets"
+    return f"model.lora: {architectures(config)[0]} can't have an adapter here: {what}; leave model.lora out"
 
 
 def fitted(recipe: Recipe, config: Mapping[str, Any]) -> tuple[Recipe, list[str]]:

@@ -149,7 +149,9 @@ class AdaptedModel:
             a.copy_(tensors[modules[0].a].chunk(size, 0 if piece.column_parallel else 1)[rank])
             outputs = [tensors[module.b] for module in modules]
             if piece.linear == "linear_qkv":
-                outputs = [merge_qkvg(dict(zip(_parts_of(modules), outputs, strict=True)), self.hf["num_key_value_heads"])]
+                outputs = [
+                    merge_qkvg(dict(zip(_parts_of(modules), outputs, strict=True)), self.hf["num_key_value_heads"])
+                ]
             b.copy_(torch.cat([part.chunk(size)[rank] for part in outputs]))
 
     def _whole(self, piece: Piece) -> dict[str, Tensor]:
@@ -161,8 +163,8 @@ class AdaptedModel:
             found[modules[0].a] = whole_a[i]
             here = [part[i] for part in b_parts]
             if piece.linear == "linear_qkv":
-                sizes = (self.hf[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-                outputs = list(split_qkvg(torch.cat(here), *sizes, _parts_of(modules)).values())
+                heads, groups, dim = (self.hf[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+                outputs = list(split_qkvg(torch.cat(here), heads, groups, dim, _parts_of(modules)).values())
             else:
                 each = [part.chunk(len(modules)) for part in here]  # a rank's gate rows, then its up rows
                 outputs = [torch.cat(parts) for parts in zip(*each, strict=True)]

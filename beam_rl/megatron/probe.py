@@ -19,6 +19,7 @@ from torch import Tensor
 
 from beam_rl.layout import PADDING, Place, context_rows, cut_routes, pad, token_block
 from beam_rl.megatron import attention, logprobs
+from beam_rl.megatron.model import BeamConfig
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.parity.record import Recorder, Records
 from beam_rl.samples import MicroBatch
@@ -30,21 +31,23 @@ def probe(trainer: Trainer, sequences: Sequence[MicroBatch]) -> dict[int, Record
     """Scores sequences, one a micro-batch, and records every sub-layer; all ranks call it with all sequences.
 
     A data-parallel replica takes its share. Returns the records by the sequence's index, of this rank's layers; nothing
-    but on the first of the ranks that share them, which has the whole. Routes are replayed where a sequence has them.
+    but on the first of the ranks that share them, which has the whole. Routes are replayed where a sequence has them. Of
+    another model than Beam, log-probabilities are all there is.
     """
     place = trainer.place
     mine = _share(len(sequences), place)
     settings = trainer.settings
-    layout = (place.parallel, trainer.config.num_moe_experts, token_block(settings.precision))
+    layout = (place.parallel, trainer.config.num_moe_experts or 0, token_block(settings.precision))
     padded = [pad(sequences[i], *layout) for i in mine]
     recorder = Recorder()
     longest = max(len(batch.tokens) for batch in padded)
     trainer.settings = replace(settings, routing_replay=True, chunk_tokens=longest)  # one chunk: one record
     try:
         with ExitStack() as stack:
-            for chunk in trainer.chunks:
+            for chunk in trainer.chunks if isinstance(trainer.config, BeamConfig) else ():
                 stack.enter_context(observed(chunk, recorder))
-            stack.enter_context(_cores_observed(trainer.chunks, recorder))
+            if isinstance(trainer.config, BeamConfig):
+                stack.enter_context(_cores_observed(trainer.chunks, recorder))
             scores = trainer.score([cut_routes(batch, place) for batch in padded])
     finally:
         trainer.settings = settings

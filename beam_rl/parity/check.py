@@ -6,6 +6,7 @@ nothing about Megatron, vLLM or transformers beyond their handles.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ class ReferenceWorker:
 
 
 def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Comparison:
-    """Starts all three sides, samples `parity.prompts` responses, and compares.
+    """Starts all three sides, samples `parity.prompts` responses, and compares: of another model than Beam, their
+    log-probabilities alone, the reference's with its own choice of experts.
 
     Raises:
         RuntimeError: an engine's sample came without routes that can be replayed, where the recipe asks for replay.
@@ -59,23 +61,31 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
         samples = sample(recipe, inputs, cluster.engines)
         with display.phase("probing trainer, engine and reference", once=True):
             ray.get(loading)
-            engine = [cluster.engines.probe(token_ids(s), s.completion.routes, temperature) for s in samples]
+            engine = [
+                cluster.engines.probe(token_ids(s), s.completion.routes, temperature) for s in samples if inputs.is_beam
+            ]
             cluster.turns.to_trainer()
             trainer = cluster.policy.probe(samples)
-            reference = ray.get([worker.probe.remote(token_ids(s), s.completion.routes) for s in samples])
+            routed = None if inputs.is_beam else cluster.policy.score([samples])
+            told = [s.completion.routes if inputs.is_beam else None for s in samples]
+            reference = ray.get([worker.probe.remote(token_ids(s), r) for s, r in zip(samples, told, strict=True)])
     as_sampled = np.concatenate([s.completion.logp for s in samples])
-    sides = {
-        "reference": Side(concatenate(reference), response_logp(samples, reference)),
-        "trainer": Side(concatenate(trainer), response_logp(samples, trainer)),
-        "engine": Side(concatenate(engine), as_sampled),
-    }
+    logp = {"reference": response_logp(samples, reference), "trainer": response_logp(samples, trainer)}
+    if inputs.is_beam:
+        records = {"reference": reference, "trainer": trainer, "engine": engine}
+        sides = {name: Side(concatenate(of), logp.get(name, as_sampled)) for name, of in records.items()}
+    else:  # whose sub-layers nobody looks into
+        sides = {name: Side({}, logp.get(name, as_sampled)) for name in ("reference", "trainer", "engine")}
     bounds, precision = recipe.parity, recipe.rollout_precision
-    return compare(
+    comparison = compare(
         sides,
         replayed=recipe.rollout.routing_replay,
         sublayer_bound=bounds.sublayer_bound or SUBLAYER_BOUND[precision],
         logprob_mean_bound=logprob_mean_bound(recipe),
     )
+    if routed is None or not routed.routes_total:
+        return comparison
+    return replace(comparison, route_agreement=routed.routes_agree / routed.routes_total)
 
 
 def logprob_mean_bound(recipe: Recipe) -> float:

@@ -1,21 +1,22 @@
-"""Transformers' Beam as the reference: log-probabilities of given tokens and every sub-layer on the way.
+"""Transformers' model as the reference: log-probabilities of given tokens and, of Beam, every sub-layer on the way.
 
 Alone in its process, so that nothing of Megatron or vLLM can reach it. It follows the recipe where that departs from
 transformers on purpose: the same experts where routes are replayed, the logits rounded where the engine's are.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, BeamForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from beam_rl.model_config import is_beam
 from beam_rl.parity.record import MARGIN, Recorder, Records
 
 ATTENTION = "beam_rl_parity"
@@ -33,7 +34,9 @@ class Reference:
         AttentionInterface.register(ATTENTION, self._attend)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = BeamForCausalLM.from_pretrained(model_path, dtype=DTYPES[precision], attn_implementation=ATTENTION)
+        options: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": ATTENTION}
+        model: Any = AutoModelForCausalLM.from_pretrained(model_path, **options)
+        self.is_beam = is_beam(model.config.to_dict())
         if adapter is not None:
             from peft import PeftModel
 
@@ -43,13 +46,13 @@ class Reference:
 
     @torch.no_grad()
     def probe(self, token_ids: NDArray[np.integer], routes: NDArray[np.integer] | None) -> Records:
-        """One sequence. Of every token but the last: all sub-layers, and the log-probability of the next token.
+        """One sequence. Of every token but the last: all sub-layers (of Beam), and the log-probability of the next token.
 
-        routes: (tokens − 1, MoE layers, top-k) experts to use; None: as the router chooses.
+        routes: (tokens − 1, MoE layers, top-k) experts to use, of Beam alone; None: as the router chooses.
         """
         ids = torch.tensor(np.asarray(token_ids, np.int64), device=self.model.device)
         self.recorder = Recorder()
-        with self._observed(self.recorder, routes):
+        with self._observed(self.recorder, routes) if self.is_beam else nullcontext():
             logits = self.model(ids[None, :-1], use_cache=False).logits[0]
         if self.rounded_logits:
             logits = logits.to(self.model.dtype)

@@ -21,7 +21,10 @@ def show(comparison: Comparison, console: rich.console.Console | None = None) ->
     _print(console, "log-probabilities of the sampled tokens", pairs_table(comparison))
     agreement = f"{comparison.route_agreement:.2%}"
     console.print(f"trainer's and engine's routers choose the same experts in {agreement} of (token, layer) pairs\n")
-    _print(console, "largest relative error of each layer; * where a pair first departs", layers_table(comparison))
+    if any(comparison.errors.values()):
+        _print(console, "largest relative error of each layer; * where a pair first departs", layers_table(comparison))
+    else:
+        console.print("layer by layer, Beam alone is compared")
     first = comparison.first_departure
     if first is not None and first.layer is not None:
         console.print()
@@ -65,6 +68,8 @@ def verdict(c: Comparison) -> str:
     """One sentence, and who is alone where two pairs depart at the same place."""
     first = c.first_departure
     if first is None:
+        if not any(c.errors.values()):
+            return f"within bounds: no pair is further apart than {c.logprob_mean_bound:.0e} in mean |Δlogp|"
         return f"within bounds: no sub-layer adds more than {c.sublayer_bound:.0e}"
     where = first.sublayer if first.layer is None else f"layer {first.layer}, {first.sublayer}"
     text = f"{_pair(first.pair)} departs first at {where}: error {first.error:.2e}"
