@@ -60,6 +60,7 @@ def test_cuda_means_the_cpu() -> None:
             "megatron.core.optimizer.distrib_optimizer",
             'local_param_group_map[param] = (group_index, len(group_range["params"]) - 1)',
         ),
+        ("megatron.core.models.common.language_module.language_module", "weight.data = weight.data.cuda()"),
         ("megatron.core.timers", "import wandb"),
         ("megatron.core.jit", "jit_fuser = torch.compile"),
         ("megatron.bridge.peft.lora_layers", "\nimport transformer_engine.pytorch as te\n"),

@@ -10,8 +10,11 @@ import megatron_tiny as tiny
 import numpy as np
 import other_tiny as other
 import pytest
+import runs
 import torch
 from other_tiny import Layout
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +24,7 @@ from beam_rl.layout import check_layout
 from beam_rl.megatron.compat import bridge_module
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.model_config import experts_of, layer_kinds
-from beam_rl.other_models import fitted
+from beam_rl.other_models import fitted, unadapted
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Parallel
 from beam_rl.rollout.compat import knows_architecture
@@ -111,6 +114,37 @@ def own_routes(tokens: int) -> Any:
     return torch.stack(found, 1).numpy().astype(np.uint8)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_adds_in_peft_what_it_adds_here(kind: str, tmp_path: Path) -> None:
+    recipe = load(RECIPES / "tiny_cpu_lora.yaml", ["model.lora.rank=8"])
+    adapter, _ = check_config_for(recipe, config(kind))
+    trainer, batch, before = other.trainer(kind, adapter=adapter), other.micro_batch([11, 7]), reference(kind)
+    for _ in range(2):
+        trainer.update([batch], tiny.squared_objective, 1e-2)
+    (score,) = trainer.score([batch])
+    trainer.export(tmp_path / "adapter", "adapter")
+    with torch.no_grad():
+        assert (reference_logp(before, batch) - torch.tensor(score.logp)).abs().max() > 0.1
+        expected = reference_logp(PeftModel.from_pretrained(before, tmp_path / "adapter"), batch)
+    np.testing.assert_allclose(score.logp, expected, atol=BOUND)
+    base = load_file(other.checkpoint(kind) / "model.safetensors")
+    assert all(torch.equal(tensor, base[name]) for name, tensor in trainer.hf_tensors())
+
+
+def test_a_run_replays_syncs_and_agrees_with_the_engine_at_every_step(ray_here: str, tmp_path: Path) -> None:
+    data = {part: f"data.{part}.path={other.checkpoint('moe') / f'{part}.jsonl'}" for part in ("train", "eval")}
+    reward = Path(__file__).with_name("other_reward.py")
+    overrides = [f"model.path={other.checkpoint('moe')}", *data.values(), f"verifier.name={reward}:digits"]
+    overrides += ["rollout.prompts_per_step=8", "trainer.steps=2", "eval.every=0", "checkpoint.every=0"]
+    overrides += ["logging.wandb=disabled", f"cluster.address={ray_here}"]
+    runs.run(RECIPES / "tiny_cpu.yaml", overrides, tmp_path / "run")
+    rows = runs.metrics(tmp_path / "run")[1:]
+    assert [row["sync/version"] for row in rows] == [1, 2]
+    for row in rows:
+        assert 0 < row["parity/abs_logprob_diff_mean"] < BOUND and row["optim/grad_norm"] > 0
+        assert row["replay/missing_rows"] == 0 and row["replay/rows"] > 0 and row["replay/route_agreement"] > 0.99
+
+
 LAYOUTS = (
     Layout("moe", Parallel(tp=2, sp=True, ep=2)),
     Layout("moe", Parallel(pp=2), "selective"),
@@ -149,6 +183,15 @@ def test_what_does_not_fit_the_model_is_refused_by_its_key(key: str, kind: str) 
     recipe = load(RECIPES / "tiny_cpu.yaml", key.split())
     with pytest.raises(InputError, match=key.split("=")[0]):
         check_config_for(recipe, config(kind))
+
+
+def test_an_adapter_that_finds_no_projections_is_refused(tmp_path: Path) -> None:
+    adapter, _ = check_config_for(load(RECIPES / "tiny_cpu_lora.yaml"), config("dense"))
+    assert unadapted(adapter, config("dense"), other.checkpoint("dense")) is None
+    stored = load_file(other.checkpoint("dense") / "model.safetensors")
+    save_file({name.replace("q_proj", "query"): t for name, t in stored.items()}, tmp_path / "model.safetensors")
+    problem = unadapted(adapter, config("dense"), tmp_path)
+    assert problem and problem.startswith("model.lora: Qwen3ForCausalLM") and "layers.0.self_attn.q_proj" in problem
 
 
 @pytest.mark.parametrize(

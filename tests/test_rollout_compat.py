@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,3 +93,11 @@ def test_installed_version_is_supported() -> None:
 def test_other_versions_are_refused_in_one_sentence(other: str) -> None:
     with pytest.raises(RuntimeError, match=f"vLLM {other} is installed; .* written for 0.32 and 0.33"):
         compat.check_version(other)
+
+
+def test_vllms_heads_still_keep_a_packed_copy_on_a_cpu() -> None:
+    """When this fails, `compat.keep_all_plain` need not touch heads: one that shares the embedding's weight follows it."""
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    layers = Path(spec.origin).parent / "model_executor" / "layers" / "vocab_parallel_embedding.py"
+    assert "dispatch_cpu_unquantized_gemm(layer, remove_weight=False)" in layers.read_text()
