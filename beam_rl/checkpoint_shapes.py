@@ -5,12 +5,14 @@ and what each rank holds with it.
 """
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 Shape = tuple[int, ...]
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
@@ -27,16 +29,19 @@ def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def stored_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
-    """The names of another model's tensors, as they lie in its folder, without what is there twice.
+    """The names of another model's tensors, as they lie in its folder.
 
-    Read from the files' headers: the family's own code alone could say them without.
+    Without what is there twice, and without layers beyond the last, which only draft tokens. Read from the files' headers:
+    the family's own code alone could say them without.
     """
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             names |= json.loads(opened.read(length)).keys() - {"__metadata__"}
-    return names - ({"lm_head.weight"} if config.get("tie_word_embeddings") else set())
+    names -= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+    beyond = config["num_hidden_layers"]
+    return {name for name in names if not ((found := LAYER.match(name)) and int(found[1]) >= beyond)}
 
 
 def is_fp32(name: str) -> bool:

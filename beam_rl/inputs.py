@@ -221,9 +221,9 @@ def check_length(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     """Whether the model has a position for every token of the longest sample."""
     longest, positions = (
         recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens,
-        config["max_position_embeddings"],
+        config.get("max_position_embeddings"),
     )
-    if longest > positions:
+    if positions and longest > positions:
         yield (
             f"rollout.max_response_tokens = {recipe.rollout.max_response_tokens}: with data.max_prompt_tokens the longest "
             f"sample has {longest} tokens, and the model has {positions} positions; use at most "

@@ -51,9 +51,9 @@ def test_dry_run_prints_the_resolved_recipe_and_starts_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_that_is_not_beam(tmp_path):
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert "holds LlamaForCausalLM" in refused("train", TINY, f"model.path={tmp_path}", "--out", tmp_path / "run")
+def test_a_checkpoint_of_an_unknown_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    assert "holds GPT2LMHeadModel" in refused("train", TINY, f"model.path={tmp_path}", "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -67,8 +67,8 @@ def test_a_checkpoint_without_all_of_its_files_is_not_whole(machine: Path) -> No
     (machine / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     check = found(f"model.path={machine}")["model.path"]
     assert (check.status, check.found) == ("fail", f"1 of its files are not there, such as {weights['b']}")
-    (machine / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert "holds LlamaForCausalLM" in found(f"model.path={machine}")["model.path"].found
+    (machine / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    assert "holds GPT2LMHeadModel" in found(f"model.path={machine}")["model.path"].found
 
 
 def test_the_nvme_is_measured_and_left_as_it_was(machine: Path) -> None:

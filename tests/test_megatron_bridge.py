@@ -87,9 +87,9 @@ def test_bridge_builds_and_loads_beam_like_any_model_it_knows() -> None:
     same_bits(dict(model.named_buffers()), dict(trainer.model.named_buffers()))
 
 
-def test_a_checkpoint_that_is_not_beam_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
-    with pytest.raises(ValueError, match=rf"^model.path = {tmp_path}: not a Beam checkpoint .*LlamaForCausalLM"):
+def test_a_checkpoint_of_a_model_that_nobody_builds_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
+    with pytest.raises(ValueError, match=rf"^model.path = {tmp_path}: Megatron-Bridge does not build GPT2LMHeadModel"):
         tiny.Trainer(str(tmp_path), tiny.settings(), 0, 1, "127.0.0.1:1")
     with pytest.raises(ValueError, match="no folder with a readable config.json"):
         tiny.Trainer(str(tmp_path / "nowhere"), tiny.settings(), 0, 1, "127.0.0.1:1")

@@ -195,7 +195,7 @@ def test_an_adapter_that_finds_no_projections_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("architecture", "who"), [("GPT2LMHeadModel", "Megatron-Bridge"), ("Qwen9ForCausalLM", "Megatron-Bridge")]
+    ("architecture", "who"), [("GPT2LMHeadModel", "Megatron-Bridge"), ("KimiK2ForCausalLM", "vLLM")]
 )
 def test_a_model_that_a_library_does_not_know_is_named(architecture: str, who: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config("moe") | {"architectures": [architecture]}))

@@ -6,6 +6,7 @@ way of training is switched off: balancing losses, token dropping, dropout. Know
 """
 
 import importlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from beam_rl.checkpoint_shapes import stored_names
 from beam_rl.errors import InputError
 from beam_rl.layout import Place
 from beam_rl.megatron import compat
@@ -46,10 +48,14 @@ UNBALANCED: dict[str, Any] = dict(
     moe_token_dispatcher_type="alltoall",
     moe_router_fusion=False,
     moe_permute_fusion=False,
+    moe_shared_expert_overlap=False,
     mtp_num_layers=None,
     apply_rope_fusion=False,
     cross_entropy_loss_fusion=False,
 )
+
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # Megatron's
 
 
 class RMSNorm(nn.Module):
@@ -79,14 +85,15 @@ class BridgedCheckpoint:
     def __init__(self, path: str) -> None:
         """Raises InputError, in one line, if `path` is no folder with such a checkpoint."""
         self.folder = Path(path)
-        self.config = AutoConfig.from_pretrained(path)
-        self.architecture = (architectures(self.config.to_dict()) or ["no architecture"])[0]
+        named = architectures(json.loads((self.folder / "config.json").read_text()))
+        self.architecture = named[0] if named else "a model without a name"
         module = compat.bridge_module(self.architecture)
         if module is None:
-            raise InputError(f"model.path = {path}: Megatron-Bridge has no {self.architecture}")
+            raise InputError(f"model.path = {path}: Megatron-Bridge does not build {self.architecture}")
+        self.config = AutoConfig.from_pretrained(path)
         importlib.import_module(module)
         self._bridge = AutoBridge.from_hf_pretrained(path)
-        compat.silence(type(self._bridge._model_bridge))
+        compat.amend(type(self._bridge._model_bridge))
 
     @property
     def softcap(self) -> float | None:
@@ -102,6 +109,7 @@ class BridgedCheckpoint:
             setattr(provider, name, value)
         provider.moe_grouped_gemm = bool(provider.num_moe_experts) and compat.has_transformer_engine()
         provider.should_pad_vocab = False
+        self._set_rope(provider)
         provider.device = device
         provider.transformer_layer_spec = partial(_spec, self._original_spec(provider))
         provider.finalize()
@@ -122,6 +130,20 @@ class BridgedCheckpoint:
             )
         return partial(get_gpt_decoder_block_spec, use_transformer_engine=False, normalization="RMSNorm")
 
+    def _set_rope(self, provider: Any) -> None:
+        """Bridge 0.6 reads the older names of RoPE's parameters. InputError for a kind that Megatron would get wrong."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if any(isinstance(value, dict) for value in rope.values()):
+            return  # by kind of layer, for families that have a model of their own in Bridge
+        provider.rotary_percent = rope.get("partial_rotary_factor", provider.rotary_percent)
+        kind = rope.get("rope_type", "default")
+        fixed = {name: rope.get(name) for name in LLAMA3_ROPE} == LLAMA3_ROPE and provider.rope_scaling
+        if kind != "default" and not (kind == "llama3" and fixed):
+            raise InputError(
+                f"model.path = {self.folder}: its RoPE is {kind} with parameters that Megatron does not take; it takes "
+                f"default, and llama3 with {LLAMA3_ROPE}"
+            )
+
     def _check_kinds(self, provider: Any) -> None:
         """Bridge and `beam_rl.model_config` read the same layers as those with experts."""
         frequency = provider.moe_layer_freq
@@ -141,6 +163,7 @@ class BridgedCheckpoint:
             chunks = [config.provide(*ends, vp_stage=stage) for stage, *ends in pipeline_ends(config)]
         except TypeError as error:
             raise InputError(f"model.path = {self.folder}: {self.architecture} has {error}") from None
+        self._check_names(chunks)
         sparse = [i for i, kind in enumerate(layer_kinds(self.config.to_dict())) if kind == "sparse"]
         here = [sparse[column] for column in place.moe_columns]
         for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
@@ -148,6 +171,20 @@ class BridgedCheckpoint:
                 layer.column = here.index(layer.layer_number - 1)
                 layer.mlp.router.frozen_expert_bias = True  # no gradient trains it, and none is here to balance
         return chunks
+
+    def _check_names(self, chunks: Sequence[GPTModel]) -> None:
+        """The model has a place for every tensor of the checkpoint, and the checkpoint a tensor for every parameter."""
+        tasks = self._bridge.get_conversion_tasks(list(chunks))
+        where = f"model.path = {self.folder}: {self.architecture}"
+        if unnamed := tasks.count(None):
+            raise InputError(f"{where} has {unnamed} parameters here that Megatron-Bridge knows no tensors for")
+        named = [task.mapping.hf_param for task in tasks]
+        held = {name for names in named for name in ([names] if isinstance(names, str) else names.values())}
+        stored = stored_names(self.folder, self.config.to_dict())
+        for what, names in (("has no place for", stored - held), ("lacks", held - stored)):
+            if names:
+                whose = "the model that Megatron-Bridge builds of it" if what != "lacks" else "the checkpoint"
+                raise InputError(f"{where}: {whose} {what} {min(names)} ({len(names)} such tensors)")
 
     def load_into(self, chunks: Sequence[GPTModel]) -> None:
         """Fills the model from the checkpoint; all ranks call it."""

@@ -13,6 +13,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import logging
+import re
 import sys
 import types
 import warnings
@@ -112,9 +113,36 @@ def _registered(tree: ast.Module) -> set[str]:
     return found
 
 
-def silence(bridge: Any) -> None:
-    """Has a bridge class of Bridge's write no progress bars: a trainer among many has no terminal."""
+def amend(bridge: Any) -> None:
+    """Has one of Bridge's bridge classes write no progress bars, for a trainer among many has no terminal, and know the
+    names of experts that are computed one by one, as without Transformer Engine: many families lack them."""
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
+
+    def single(mapping: Any) -> Any:
+        """For one expert what Bridge has for all of them together; None where that is another kind of mapping."""
+        name = _single_expert(mapping.megatron_param)
+        if type(mapping) is GatedMLPMapping:
+            return GatedMLPMapping(name, **mapping.hf_param)
+        return AutoMapping(name, mapping.hf_param, mapping.permute_dims) if type(mapping) is AutoMapping else None
+
+    def mapping_registry(self: Any) -> Any:
+        known = listed(self).mappings
+        names = {mapping.megatron_param for mapping in known}
+        grouped = [m for m in known if _single_expert(m.megatron_param) not in names]
+        added = [one for m in grouped if (one := single(m)) is not None]
+        return MegatronMappingRegistry(*known, *added)
+
+    if hasattr(bridge, "amended"):
+        return
+    listed, bridge.amended = bridge.mapping_registry, True
+    bridge.mapping_registry = mapping_registry
     bridge._with_progress_tracking = lambda self, tasks, description, show_progress=True: tasks
+
+
+def _single_expert(name: str) -> str:
+    """Megatron's name of one expert's weight, from that of all experts together; any other name as it is."""
+    return re.sub(r"mlp\.experts\.(linear_fc[12])\.weight\*$", r"mlp.experts.local_experts.*.\1.weight", name)
 
 
 def has_transformer_engine() -> bool:

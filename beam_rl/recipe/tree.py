@@ -40,7 +40,8 @@ class Lora(Section):
 
 class Model(Section):
     path: str = Field(
-        description="HF folder or hub id of a Beam checkpoint; `tiny` and `small` make a small one on first use"
+        description="HF folder or hub id of a checkpoint, Beam's or another model's (docs/other_models.md); `tiny` and "
+        "`small` make a small Beam on first use"
     )
     revision: str | None = Field(None, description="hub revision; ignored for a folder")
     lora: Lora | None = Field(None, description="train an adapter of this shape; default: train all weights")
