@@ -1,6 +1,6 @@
 """Tiny random models of other families than Beam, and micro-batches for them. Importing it makes Megatron importable.
 
-A Qwen3-MoE (4 layers, 8 experts, top-2) and a Qwen3 (dense, tied embeddings), both with the tiny Beam's tokenizer and
+A Qwen3-MoE (4 layers, 8 experts, top-2), a Qwen3 (dense, tied embeddings) and others, with the tiny Beam's tokenizer and
 task. Weights are large enough for attention and routers to matter, and no norm is 1.
 """
 
@@ -14,7 +14,16 @@ import megatron_tiny as tiny
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from beam_rl.layout import PADDING, cut_routes, even_out, pad
 from beam_rl.megatron.trainer import Trainer
@@ -26,11 +35,23 @@ from beam_rl.tiny.write import write_data
 
 VOCAB, EXPERTS, TOP_K, LAYERS = 64, 8, 2, 4
 LR = 1e-3
+_EXPERTS: dict[str, Any] = dict(num_experts_per_tok=TOP_K, moe_intermediate_size=32, norm_topk_prob=True)
+_GLM = dict(n_routed_experts=EXPERTS, first_k_dense_replace=1, n_group=1, topk_group=1, use_qk_norm=True)
+_LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "moe": (Qwen3MoeConfig, dict(**_EXPERTS, num_experts=EXPERTS, tie_word_embeddings=False)),
+    "dense": (Qwen3Config, dict(tie_word_embeddings=True)),
+    # Shared experts, sigmoid scores with a correction bias, a dense first layer, RoPE on half of each head.
+    "glm": (Glm4MoeConfig, dict(**_EXPERTS, **_GLM)),
+    "llama": (LlamaConfig, dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=8.0, **_LLAMA3))),
+    "qwen2": (Qwen2Config, {}),  # biases of q, k and v
+    "window": (MistralConfig, dict(sliding_window=8)),
+}
 
 
 @functools.cache
 def checkpoint(kind: str) -> Path:
-    """A HF folder of a "moe" or "dense" model, with tokenizer and data; made once for this process and its children."""
+    """A HF folder of one of `FAMILIES`, with tokenizer and data; made once for this process and its children."""
     folder = tiny._folder() / f"other-{kind}"
     if not folder.exists():
         write(kind, folder)
@@ -51,12 +72,8 @@ def write(kind: str, folder: Path) -> None:
         **tokens,
     )
     torch.manual_seed(0)
-    model: Any
-    if kind == "moe":
-        experts = dict(num_experts=EXPERTS, num_experts_per_tok=TOP_K, moe_intermediate_size=32, norm_topk_prob=True)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts, tie_word_embeddings=False))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True))
+    family, own = FAMILIES[kind]
+    model: Any = AutoModelForCausalLM.from_config(family(**common, **own))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -65,6 +82,9 @@ def write(kind: str, folder: Path) -> None:
                 parameter.normal_(std=0.2)
             else:
                 parameter.mul_(5.0)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     GenerationConfig(**tokens).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

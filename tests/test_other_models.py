@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from beam_rl.errors import InputError
 from beam_rl.inputs import check_config, check_config_for
 from beam_rl.layout import check_layout
 from beam_rl.megatron.compat import bridge_module
+from beam_rl.megatron.probe import probe
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.model_config import experts_of, layer_kinds
 from beam_rl.other_models import fitted, unadapted
+from beam_rl.parity.reference import Reference
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Parallel
 from beam_rl.rollout.compat import knows_architecture
@@ -72,6 +75,45 @@ def test_packed_samples_have_transformers_log_probabilities_and_gradients(learne
         assert metrics["optim/router_grad_norm"] == pytest.approx(
             float(torch.nn.utils.get_total_norm(routers)), rel=1e-4
         )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in other.FAMILIES if kind not in KINDS])
+def test_further_families_have_transformers_log_probabilities(kind: str) -> None:
+    trainer, batch = other.trainer(kind), other.micro_batch([11, 7, 20, 3])
+    with torch.no_grad():
+        np.testing.assert_allclose(trainer.score([batch])[0].logp, reference_logp(reference(kind), batch), atol=BOUND)
+    stored = load_file(other.checkpoint(kind) / "model.safetensors")
+    exported = dict(trainer.hf_tensors())
+    assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
+
+
+def test_parity_sees_the_log_probabilities_of_another_model() -> None:
+    trainer, batch = other.trainer("moe"), other.micro_batch([15])
+    whole = Reference(str(other.checkpoint("moe")), "fp32", False, 1.0)
+    tokens = np.append(batch.tokens, batch.targets[-1])
+    shifted = dataclasses.replace(batch, targets=tokens[1:])
+    (seen,) = probe(trainer, [shifted]).values()
+    assert seen.keys() == {(None, "log_probabilities")}
+    expected = whole.probe(tokens, None)[None, "log_probabilities"]
+    np.testing.assert_allclose(seen[None, "log_probabilities"], expected, atol=BOUND)
+
+
+def test_a_checkpoint_that_the_model_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(other.checkpoint("dense"), tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    more = stored | {"model.layers.0.self_attn.sinks": torch.zeros(4), "model.layers.4.enorm.weight": torch.zeros(4)}
+    save_file(more, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"has no place for model.layers.0.self_attn.sinks \(1 such"):
+        Trainer(str(tmp_path / "model"), tiny.settings(), 0, 1, tiny.meeting_point())
+
+
+def test_a_rope_that_megatron_gets_wrong_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(other.checkpoint("llama"), tmp_path / "model")
+    changed = config("llama")
+    changed["rope_parameters"]["original_max_position_embeddings"] = 64
+    (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(InputError, match="its RoPE is llama3"):
+        Trainer(str(tmp_path / "model"), tiny.settings(), 0, 1, tiny.meeting_point())
 
 
 def test_an_export_is_what_transformers_loads(learner: tuple[str, Trainer], tmp_path: Path) -> None:

@@ -122,6 +122,10 @@ class PlainExperts(RoutedExperts):
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         if quant_config is not None:
             raise ValueError("quantized experts need a GPU: vLLM's native Beam")
+        if moe_config.activation.value != "silu" or moe_config.has_bias:
+            raise ValueError(
+                f"experts on a CPU are SwiGLU without biases; this model's are {moe_config.activation.value}"
+            )
         return compat.plain_expert_method(moe_config, self.kernel)
 
 

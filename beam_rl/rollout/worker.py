@@ -40,6 +40,11 @@ class CpuWorker(CPUWorker):
             tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
             self.recorder = RouteRecorder(layers, config["num_experts_per_tok"], experts_of(config), tokens)
             self.route_layers = compat.capture_routes(self.model_runner.get_model(), self.recorder.hook)
+            if len(self.route_layers) != layers:
+                raise RuntimeError(
+                    f"rollout.routing_replay: vLLM tells the routes of {len(self.route_layers)} layers of this model, and "
+                    f"{layers} have experts; train it with rollout.routing_replay=false"
+                )
             self.slot_view = compat.SlotView(self.model_runner)
             self.recorder.attach(self.slot_view)
         return result
