@@ -110,6 +110,10 @@ class Rollout(Section):
     precision: Literal["trainer", "mxfp8"] = Field(
         "trainer", description="as trainer.precision; mxfp8: projections in MXFP8 also where the trainer is BF16"
     )
+    checkpoint: str | None = Field(
+        None,
+        description="folder or hub id of model.path in another form, such as FP8 or NVFP4, for the engines; with model.lora",
+    )
     routing_replay: Switch = True
     pace: Literal["synchronous", "one_step_off", "asynchronous"] = Field(
         "synchronous",
