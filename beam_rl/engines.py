@@ -457,6 +457,7 @@ class Engines:
             log_dir=str(self.logs),
             name=f"engine-{index}",
             adapter=adapter_for(self.recipe, self.model_path),
+            fp32_head=self.recipe.trainer.numerics == "fp32_head",
             mxfp8=scheme_for(self.recipe, self.model_path),
             parallel=r.parallel,
             devices=seat.devices,

@@ -254,8 +254,10 @@ class Trainer(Section):
         "bf16", description="mxfp8: BF16, but projections multiply in MXFP8; FP32 main parameters in each"
     )
     mxfp8: Mxfp8 = Mxfp8()
-    numerics: Literal["engine", "reference"] = Field(
-        "engine", description="round the logits as vLLM does after the softcap, or keep FP32 as transformers does"
+    numerics: Literal["engine", "reference", "fp32_head"] = Field(
+        "engine",
+        description="of the logits: rounded after the softcap as vLLM does; FP32 in the trainer alone, as transformers; or "
+        "fp32_head: the head's product and all after it in FP32, in trainer and engines",
     )
     deterministic: Switch = Field(False, description="same bits in every run, at some cost in speed")
     token_budget: Positive = Field(4096, description="tokens in one micro-batch; the longest sample must fit")
