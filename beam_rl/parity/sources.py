@@ -84,7 +84,7 @@ def _engine_gaps(recipe: Recipe, inputs: Inputs, cluster: Cluster, samples: Sequ
     cluster.engines.forget_prefixes()
     alone = [sample(recipe, inputs, cluster.engines, only=slice(i, i + 1))[0] for i in range(len(samples))]
     gaps = [_gap("a request alone, not in a batch", "engine – itself", *_common(samples, alone))]
-    if recipe.rollout.parallel.workers == 1:  # probing looks into one
+    if recipe.rollout.parallel.workers == 1 and inputs.is_beam:  # probing looks into one, of Beam
         temperature = recipe.rollout.temperature
         prefilled = [cluster.engines.probe(token_ids(s), s.completion.routes, temperature) for s in samples]
         sampled = np.concatenate([s.completion.logp for s in samples])
