@@ -120,6 +120,9 @@ def test_an_export_is_what_transformers_loads(learner: tuple[str, Trainer], tmp_
     kind, trainer = learner
     batch = other.micro_batch([9, 12])
     trainer.update([batch], tiny.squared_objective, 1e-3)
+    with torch.no_grad():
+        start = reference_logp(reference(kind), batch)
+    np.testing.assert_allclose(trainer.score_reference([batch])[0].logp, start, atol=BOUND)
     trainer.export(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     with torch.no_grad():

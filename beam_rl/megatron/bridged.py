@@ -33,7 +33,7 @@ from beam_rl.layout import Place
 from beam_rl.megatron import compat
 from beam_rl.megatron.attention import SdpaCore
 from beam_rl.megatron.model import pipeline_ends, runtime_fields
-from beam_rl.megatron.replay import ReplayLayer, replaying
+from beam_rl.megatron.replay import ForeignLayer, ReplayLayer, replaying
 from beam_rl.model_config import architectures, layer_kinds
 from beam_rl.mxfp8.scheme import Scheme
 
@@ -161,8 +161,11 @@ class BridgedCheckpoint:
         config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         try:
             chunks = [config.provide(*ends, vp_stage=stage) for stage, *ends in pipeline_ends(config)]
-        except TypeError as error:
-            raise InputError(f"model.path = {self.folder}: {self.architecture} has {error}") from None
+        except ForeignLayer as error:
+            raise InputError(
+                f"model.path = {self.folder}: {self.architecture} has in Megatron-Bridge {error}, whose choice of experts "
+                "can't be replayed here"
+            ) from None
         self._check_names(chunks)
         sparse = [i for i, kind in enumerate(layer_kinds(self.config.to_dict())) if kind == "sparse"]
         here = [sparse[column] for column in place.moe_columns]

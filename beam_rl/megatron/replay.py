@@ -27,6 +27,10 @@ Asked = tuple[
 NOTHING: Asked = (None, None)
 
 
+class ForeignLayer(Exception):
+    """A layer that is not Megatron's own; the message names what it has."""
+
+
 class ReplayRouter(TopKRouter):
     """Megatron's top-k router; with `asked` it weighs the experts that it was told, by its own scores of them."""
 
@@ -99,17 +103,17 @@ class ReplayLayer(TransformerLayer):
 
 
 def replaying(spec: ModuleSpec) -> ModuleSpec:
-    """The layer with these in the place of Megatron's. TypeError for a layer that is not made of those.
+    """The layer with these in the place of Megatron's. ForeignLayer for experts that are not in those.
 
     A layer without experts is left as it is.
     """
     mlp = spec.submodules.mlp
     if not isinstance(mlp, partial) or mlp.func is not MoELayer:
         if isinstance(mlp, ModuleSpec):
-            raise TypeError(f"an MLP that is a {mlp.module.__name__}")
+            raise ForeignLayer(f"an MLP that is a {mlp.module.__name__}")
         return spec
     moe = mlp.keywords["submodules"]
     if spec.module is not TransformerLayer or moe.router is not TopKRouter:
-        raise TypeError(f"a layer that is a {spec.module.__name__}, with a {moe.router.__name__}")
+        raise ForeignLayer(f"experts in a {spec.module.__name__}, with a {moe.router.__name__}")
     sparse = partial(ReplayMoELayer, submodules=replace(moe, router=ReplayRouter))
     return replace(spec, module=ReplayLayer, submodules=replace(spec.submodules, mlp=sparse))
