@@ -59,8 +59,6 @@ def open_family(path: str) -> Family:
 
 def head_of(chunk: Any) -> Tensor:
     """(vocabulary, hidden) the head's weight of the last stage, which is the embedding's where they are tied."""
-    return (
-        chunk.shared_embedding_or_output_weight()
-        if chunk.share_embeddings_and_output_weights
-        else (chunk.output_layer.weight)
-    )
+    if chunk.share_embeddings_and_output_weights:
+        return chunk.shared_embedding_or_output_weight()
+    return chunk.output_layer.weight
