@@ -26,6 +26,7 @@ from beam_rl.seats import Seat, Seats, own_address, unreserved
 POLL_S = 0.2
 STOP_S = 5.0
 WATCH_S = 5.0  # between two looks at an engine that is sampling
+TOGETHER_S = 0.01  # an engine takes many turns at once better than one after the other
 
 
 class EnginesLost(RuntimeError):
@@ -220,32 +221,35 @@ class Engines:
 
         Where runs are to be the same in every bit, all go on together: what an engine computes hangs on its batch.
         """
-        asked, together = {r.id: r for r in requests}, self.recipe.trainer.deterministic
-        following: dict[str, asyncio.Task[Request | None]] = {}
+        asked, together = {r.id: r for r in (*requests, *answers_first)}, self.recipe.trainer.deterministic
+        following: list[asyncio.Task[None]] = []
+        ready: dict[str, Request] = {}
 
-        async def follow(name: str, said: Completion | None) -> Request | None:
+        async def play_on() -> None:
+            now = [ready.pop(name) for name in asked if name in ready]
+            if now:
+                await self._play(episodes, now, [], took, slot)
+
+        async def follow(name: str, said: Completion | None) -> None:
             after = await episodes.go_on(name, said, self._hush)
             if isinstance(after, Completion):
                 took(after)
-            elif together:
-                return after
-            else:
-                await self._play(episodes, [after], [], took, slot)
-            return None
+                return
+            ready[name] = after
+            if len(ready) == 1 and not together:  # the first takes those along that come soon
+                await asyncio.sleep(TOGETHER_S)
+                await play_on()
 
         def heard(said: Completion) -> None:
             if asked[said.id].prompt is None:
                 took(said)
             else:
-                following[said.id] = asyncio.create_task(follow(said.id, said))
+                following.append(asyncio.create_task(follow(said.id, said)))
 
-        for request in answers_first:
-            following[request.id] = asyncio.create_task(follow(request.id, None))
+        following += [asyncio.create_task(follow(r.id, None)) for r in answers_first]
         await self._sample([replace(r, prompt=None) for r in requests], heard, slot)
-        order = [following[r.id] for r in (*requests, *answers_first) if r.id in following]
-        later = [request for request in await asyncio.gather(*order) if request is not None]
-        if later:
-            await self._play(episodes, later, [], took, slot)
+        await asyncio.gather(*following)
+        await play_on()
 
     async def _sample(self, requests: Sequence[Request], took: Callable[[Completion], None], slot: Slot) -> None:
         """Has one engine sample the requests, and another one those that it leaves undone when it is lost."""

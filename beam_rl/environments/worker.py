@@ -22,6 +22,7 @@ from typing import Any
 from beam_rl.verifiers.worker import address_space, find, one_line
 
 OURS = {"second_try": "beam_rl.environments.second_try:SecondTry"}
+LIBC = ctypes.CDLL(None)
 DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 Make = Callable[[Mapping[str, Any]], Any]
 
@@ -68,7 +69,7 @@ def fork(channel: socket.socket, control: socket.socket, make: Make) -> int:
         return pid
     try:
         os.setsid()  # so that what an environment starts can be killed with it
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+        LIBC.prctl(DIE_WITH_PARENT, signal.SIGKILL)
         if os.getppid() == parent:
             control.close()
             serve(channel, make)
