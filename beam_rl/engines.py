@@ -200,10 +200,9 @@ class Engines:
             if self.episodes is None:
                 await self._sample(requests, took, slot)
             else:
-                answers_first = [r for r in requests if r.prompt is not None and self.episodes.ask(r)]
-                await self._play(
-                    self.episodes, [r for r in requests if r not in answers_first], answers_first, took, slot
-                )
+                first = {r.id for r in requests if r.prompt is not None and self.episodes.ask(r)}
+                turns, answers = [r for r in requests if r.id not in first], [r for r in requests if r.id in first]
+                await self._play(self.episodes, turns, answers, took, slot)
         finally:
             async with self._changed:
                 self._answering -= 1

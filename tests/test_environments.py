@@ -148,7 +148,9 @@ def test_no_key_reaches_an_environment_and_its_random_numbers_repeat(
 
     async def ask(pool: EnvironmentPool) -> list[str | None]:
         remotes = [await pool.begin({}, seed) for seed in (1, 1, 2)]
-        return [(await r.step(what))[0] for r, what in zip((remotes[0], *remotes), ["keys"] + ["draw"] * 3, strict=True)]
+        return [
+            (await r.step(what))[0] for r, what in zip((remotes[0], *remotes), ["keys"] + ["draw"] * 3, strict=True)
+        ]
 
     keys, one, again, other = with_pool(file, ask)
     assert keys is not None and "PATH" in keys.split(",") and "HF_TOKEN" not in keys
@@ -170,14 +172,17 @@ def test_a_lost_process_costs_its_environments_and_the_next_ones_have_another(fi
 
 
 def test_environments_end_with_a_killed_driver(file: Path, tmp_path: Path) -> None:
-    note, ready = tmp_path / "sleeper", f"""
+    note, ready = (
+        tmp_path / "sleeper",
+        f"""
 import asyncio
 from beam_rl.environments import EnvironmentPool
 pool = EnvironmentPool("{file}:Moody", {{"note": "{tmp_path}/sleeper"}}, timeout_s=60)
 async def main():
     await (await pool.begin({{}}, 0)).step("hang")
 asyncio.run(main())
-"""
+""",
+    )
     driver = subprocess.Popen([sys.executable, "-c", ready])
     try:
         while not (note.exists() and note.read_text()):
