@@ -72,7 +72,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_pool[T](file: Path, act: Callable[[EnvironmentPool], Coroutine[None, None, T]], **options: object) -> T:
-    with EnvironmentPool(f"{file}:Moody", options, timeout_s=1.0) as pool:
+    with EnvironmentPool(f"{file}:Moody", options, timeout_s=4.0) as pool:
         found = asyncio.run(act(pool))
     return found
 
@@ -106,7 +106,7 @@ def test_one_that_raises_hangs_or_dies_takes_no_other_along(file: Path, tmp_path
 
     assert with_pool(file, misbehave, note=str(note)) == {
         "raise": "RuntimeError: no such tool",
-        "hang": "no answer within 1 s",
+        "hang": "no answer within 4 s",
         "die": "its process died",
         "eat": "MemoryError:",
         "odd": "TypeError: step returned 'an answer alone', not (answer or None, reward or None)",
@@ -162,7 +162,9 @@ def test_a_lost_process_costs_its_environments_and_the_next_ones_have_another(fi
         remote = await pool.begin({"answer": "a"}, 0)
         await remote.step("x")
         first = pool._process.pid
+        (own,) = psutil.Process(first).children()
         pool._process.kill()
+        assert ended(own.pid)
         assert await failure(remote, "x") == "its process died"
         another = await pool.begin({"answer": "b"}, 0)
         assert pool._process.pid != first
@@ -202,6 +204,9 @@ def test_nothing_is_left_when_the_pool_has_closed(file: Path) -> None:
         await asyncio.gather(*(r.step("x") for r in remotes))
         processes = psutil.Process(pool._process.pid).children() + [psutil.Process(pool._process.pid)]
         assert len(processes) == 4
+        pool.close()
+        with pytest.raises(RuntimeError, match="the run is ending"):
+            await pool.begin({}, 0)
         return processes
 
     assert all(ended(p.pid) for p in with_pool(file, busy))
@@ -231,6 +236,20 @@ def test_a_second_try_is_worth_what_the_recipe_says() -> None:
     assert (again.step(wrong), again.step(right)) == (("1 +2", None), (None, 0.25))
     lost = SecondTry(row)
     assert (lost.step(wrong), lost.step(wrong)) == (("1 +2", None), (None, 0.0))
+
+
+def test_the_documented_calculator_computes(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
+    (tmp_path / "calculator.py").write_text(page.split("```python\n")[1].split("```")[0])
+
+    async def compute(pool: EnvironmentPool) -> list[tuple[str | None, float | None]]:
+        remote = await pool.begin({"prompt": "?", "answer": "408"}, 0)
+        said = ["so <calc>12 * 34</calc>", "<calc>1 / 0</calc>", "<calc>open(1)</calc>", "It is 408."]
+        return [await remote.step(response) for response in said]
+
+    with EnvironmentPool(f"{tmp_path}/calculator.py:Calculator", {"most_calls": 3}) as pool:
+        found = asyncio.run(compute(pool))
+    assert found == [("408", None), ("error: ZeroDivisionError", None), ("error: KeyError", None), (None, None)]
 
 
 # -- frames -----------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ class EnvironmentPool:
         self.at_work = asyncio.Semaphore(workers)
         self._numbers = itertools.count()
         self._starting = threading.Lock()
+        self._closed = False
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
@@ -56,7 +57,7 @@ class EnvironmentPool:
         except OSError as error:
             said = f"did not start ({error})"
         if said != "ready":
-            self.close()
+            self._stop()
             raise InputError(f"environment.name = {self.name}: {said or 'the process died while it was loaded'}")
 
     async def begin(self, row: Mapping[str, Any], seed: int) -> "Remote":
@@ -81,6 +82,8 @@ class EnvironmentPool:
         with self._starting:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.5)
+            if self._closed:
+                raise RuntimeError("the run is ending")
             if self._process.poll() is not None:
                 self._control.close()
                 self._start()
@@ -91,7 +94,12 @@ class EnvironmentPool:
             self._control.send(str(number).encode())
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Ends all of them; no other one begins."""
+        self._closed = True
+        with self._starting:
+            self._stop()
+
+    def _stop(self) -> None:
         self._control.close()
         try:
             self._process.wait(GRACE_S)
