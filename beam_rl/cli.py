@@ -146,13 +146,31 @@ def parity(
     recipe: RecipeFile,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    by_source: Annotated[
+        bool, typer.Option("--sources", help="Instead: what the gap of trainer and engine is made of.")
+    ] = False,
+    other: Annotated[
+        list[str] | None, typer.Option(metavar="'KEY=VALUE ...'", help="With --sources: also try this; repeatable.")
+    ] = None,
 ) -> None:
     """Score the same tokens with trainer, engine and transformers, and print where they first depart.
 
     Ends with 1 if a sub-layer or the log-probabilities exceed the recipe's bounds (`parity.*`).
     """
     from beam_rl.parity.table import show
-    from beam_rl.start import run_parity
+    from beam_rl.start import run_parity, run_sources
+
+    if by_source:
+        from beam_rl.parity import sources
+
+        gaps = run_sources(recipe, overrides or (), other or ())
+        if as_json:
+            typer.echo(json.dumps(sources.record(gaps)))
+        else:
+            sources.show(gaps)
+        return
+    if other:
+        raise InputError("--other: goes with --sources")
 
     comparison = run_parity(recipe, overrides or ())
     if as_json:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from beam_rl.episodes import Episodes
-from beam_rl.inputs import adapter_for, scheme_for
+from beam_rl.inputs import adapter_for, engine_model, scheme_for
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Recipe
 from beam_rl.rollout.sync.transport import reason
@@ -505,7 +505,7 @@ class Engines:
         assert self.seats is not None
         r = self.recipe.rollout
         return EngineSettings(
-            model=str(self.model_path),
+            model=str(engine_model(self.recipe, self.model_path)),
             dtype=self.recipe.trainer.dtype,
             max_model_len=self.recipe.data.max_prompt_tokens + r.max_response_tokens,
             max_num_seqs=r.max_num_seqs,
@@ -518,6 +518,7 @@ class Engines:
             log_dir=str(self.logs),
             name=f"engine-{index}",
             adapter=adapter_for(self.recipe, self.model_path),
+            fp32_head=self.recipe.trainer.numerics == "fp32_head",
             mxfp8=scheme_for(self.recipe, self.model_path),
             parallel=r.parallel,
             devices=seat.devices,

@@ -25,6 +25,9 @@ from beam_rl.verifiers import check_verifier
 # Variants that Beam's config.json can name and Beam itself does not have.
 UNSUPPORTED = {"norm_topk_prob": True, "attention_bias": False, "tie_word_embeddings": False}
 
+# What a config.json says of how its weights are stored, and not of the model.
+FORM = {"quantization_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+
 
 @dataclass
 class Inputs:
@@ -52,6 +55,7 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     path = find_model(recipe, display)
     config = check_beam(path)
     check_config_for(recipe, config)
+    engine_model(recipe, path)
     from transformers import AutoTokenizer
 
     from beam_rl.rollout.engine import stop_ids
@@ -85,20 +89,43 @@ def find_model(recipe: Recipe, display: Display) -> Path:
     from beam_rl.tiny.sizes import SIZES
 
     name = recipe.model.path
-    if name in SIZES:
-        return _made(name, recipe, display)
+    return _made(name, recipe, display) if name in SIZES else _folder(name, "model.path", recipe.model.revision)
+
+
+def engine_model(recipe: Recipe, model_path: Path) -> Path:
+    """The folder that engines load: the trainer's, or the frozen base in another form.
+
+    Raises:
+        InputError: `rollout.checkpoint` is not to be had, or belongs to another model.
+    """
+    name = recipe.rollout.checkpoint
+    if name is None:
+        return model_path
+    folder = _folder(name, "rollout.checkpoint")
+    here, there = (_config(path / "config.json") for path in (model_path, folder))
+    for key in sorted({*here, *there} - FORM):
+        if here.get(key) != there.get(key):
+            raise InputError(
+                f"rollout.checkpoint = {name}: not the model at model.path: its config.json says {key} = "
+                f"{there.get(key)}, there it is {here.get(key)}"
+            )
+    return folder
+
+
+def _folder(name: str, key: str, revision: str | None = None) -> Path:
+    """Local, or downloaded from the hub."""
     if Path(name).is_dir():
         return Path(name).resolve()
     if os.sep in name and (name.startswith((".", os.sep)) or name.count("/") > 1):
-        raise InputError(f"model.path = {name}: no such folder")
+        raise InputError(f"{key} = {name}: no such folder")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=recipe.model.revision))
+        return Path(snapshot_download(name, revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         reason = str(e).splitlines()[0]
-        raise InputError(f"model.path = {name}: neither a folder nor a model the hub can give ({reason})") from None
+        raise InputError(f"{key} = {name}: neither a folder nor a model the hub can give ({reason})") from None
 
 
 def _made(name: str, recipe: Recipe, display: Display) -> Path:
@@ -141,12 +168,7 @@ def check_beam(path: Path) -> dict[str, Any]:
 def check_config(path: Path) -> dict[str, Any]:
     """The config.json in that folder, if it is Beam's."""
     file = path / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"model.path = {path}: no config.json there, so it is no HF checkpoint") from None
-    except (OSError, ValueError) as e:
-        raise InputError(f"{file}: can't be read: {e}") from None
+    config = _config(file)
     if "BeamForCausalLM" not in (config.get("architectures") or []):
         found = ", ".join(config.get("architectures") or ["no architecture"])
         raise InputError(f"model.path = {path}: holds {found}, and beam-rl trains BeamForCausalLM only")
@@ -154,6 +176,15 @@ def check_config(path: Path) -> dict[str, Any]:
         if config.get(key, wanted) != wanted:
             raise InputError(f"{file}: {key} = {config[key]}: only {wanted} is supported")
     return config
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise InputError(f"{file.parent}: no config.json there, so it is no HF checkpoint") from None
+    except (OSError, TypeError, ValueError) as e:
+        raise InputError(f"{file}: can't be read: {e}") from None
 
 
 def adapter_for(recipe: Recipe, model_path: Path) -> Adapter | None:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,7 @@ from beam_rl.run import Checkpoint, Run, check_folder, checkpoint_at, checkpoint
 if TYPE_CHECKING:
     from beam_rl.engines import Engines
     from beam_rl.megatron.settings import ExportForm
+    from beam_rl.parity.sources import Gap
 
 
 def run_training(recipe: Recipe, folder: Path, resume: str | None) -> None:
@@ -151,6 +152,15 @@ def run_parity(source: Path, overrides: Iterable[str]) -> Comparison:
     recipe = load(source, overrides)
     with Console(0, file=sys.stderr) as console, scratch() as folder:
         return check(recipe, prepare(recipe, console), folder, console)
+
+
+def run_sources(source: Path, overrides: Iterable[str], others: Sequence[str]) -> "list[Gap]":
+    """Where the gap between trainer and engine comes from, on the recipe's starting model."""
+    from beam_rl.parity.sources import sources
+
+    recipe = load(source, overrides)
+    with Console(0, file=sys.stderr) as console, scratch() as folder:
+        return list(sources(recipe, prepare(recipe, console), others, folder, console))
 
 
 def run_export(path: Path, out: Path, form: "ExportForm | None" = None) -> None:

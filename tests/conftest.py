@@ -12,6 +12,19 @@ SHARE_ENGINES = [
     f"tests/test_{name}.py" for name in ("parity_engine", "rollout_continue", "rollout_drafts", "rollout_engine")
 ]
 
+# Minutes each: they start first, so that no worker is left with one of them when the others are done.
+LONG = [
+    "train",
+    "megatron_layouts",
+    "launch",
+    "engine_faults",
+    "megatron_lora",
+    "train_lora",
+    "faults",
+    "paces",
+    "plan",
+]
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_SILENT"] = "true"
 # Both are read when Ray is imported: else its workers rebuild the environment of `uv run`, and listen to the network.
@@ -53,11 +66,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             return "engines" if file in SHARE_ENGINES else file
 
+    config.option.loadscopereorder = False  # by the number of tests, which says little
     return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` skip where there is none."""
+    """Long files come first; tests marked `gpu` skip where there is none."""
+    order = {f"test_{name}.py": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

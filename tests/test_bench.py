@@ -59,6 +59,20 @@ def test_json_has_the_fixed_fields_and_the_plain_computation_beside() -> None:
     assert detail["plain_seconds"] > 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the CPU")
+def test_a_layer_is_measured_beside_megatrons_own_of_as_many_operations() -> None:
+    done = beam_rl("bench", "layer", "--tokens", "256", "--experts", "16", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    detail = result["detail"]
+    assert result["figure"] == detail["beam_both_seconds"] > detail["beam_forward_seconds"] > 0
+    assert result["limit"] == detail["plain_both_seconds"] > 0 and detail["plain_peak_bytes"] > 0
+    hidden, wide, expert = 256, 4 * 128, 128
+    products = hidden * (3 * wide + wide + 16) + 8 * 3 * hidden * expert + 2 * 128 * wide  # 128 keys on average
+    assert detail["beam_tflops"] == pytest.approx(3 * 2 * 256 * products / result["figure"] / 1e12)
+    assert beam_rl("bench", "layer", "--tokens", "100").stderr.startswith("beam-rl: --tokens 100: samples have")
+
+
 def test_plain_computation_is_measured_over_as_many_tokens_as_fit() -> None:
     case = Case(tokens=32768, hidden=64, dtype="float32", chunk_tokens=1024)
     everything = 32768 * VOCABULARY * PLAIN_BYTES_A_LOGIT["float32"]

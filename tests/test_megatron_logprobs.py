@@ -134,6 +134,17 @@ def test_engine_numerics_round_the_softcapped_logits_before_the_temperature() ->
     assert (engine - reference).abs().max() > 1e-3
 
 
+def test_a_head_in_fp32_rounds_no_logit() -> None:
+    hidden, head, targets = inputs(torch.bfloat16)
+    capped = 30 * torch.tanh(hidden.double() @ head.double().T / 30)
+    exact = (capped / 0.9).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1).float()
+    options: Any = {"softcap": 30.0, "temperature": 0.9, "chunk_tokens": 3}
+    wide, _ = token_logprobs(hidden, head, targets, **options, numerics="fp32_head")
+    reference, _ = token_logprobs(hidden, head, targets, **options, numerics="reference")
+    torch.testing.assert_close(wide, exact, rtol=0, atol=1e-5)
+    assert (reference - exact).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("temperature", [0.9, 1.0])
 @pytest.mark.parametrize("numerics", ["engine", "reference"])
 def test_scaled_logits_are_what_the_log_softmax_sees(numerics: Any, temperature: float) -> None:
@@ -144,10 +155,11 @@ def test_scaled_logits_are_what_the_log_softmax_sees(numerics: Any, temperature:
     torch.testing.assert_close(logp, expected, rtol=0, atol=1e-6)
 
 
-def bf16_gradients_are_near_the_exact_ones(device: str) -> None:
+def bf16_gradients_are_near_the_exact_ones(device: str, numerics: Any) -> None:
     hidden, head, targets = (t.detach().to(device) for t in inputs(torch.bfloat16, tokens=64, vocab=500))
     hidden, head = hidden.requires_grad_(), head.requires_grad_()
-    logp, _ = token_logprobs(hidden, head, targets, softcap=30.0, temperature=1.0, numerics="engine", chunk_tokens=16)
+    options: Any = {"softcap": 30.0, "temperature": 1.0, "numerics": numerics, "chunk_tokens": 16}
+    logp, _ = token_logprobs(hidden, head, targets, **options)
     ours = torch.autograd.grad(logp.sum(), (hidden, head))
     wide_hidden, wide_head = widened(hidden, head)
     exact = torch.autograd.grad(plain(wide_hidden, wide_head, targets, 30.0, 1.0)[0].sum(), (wide_hidden, wide_head))
@@ -155,14 +167,16 @@ def bf16_gradients_are_near_the_exact_ones(device: str) -> None:
         assert (mine - theirs).norm() < 0.02 * theirs.norm()
 
 
-def test_gradient_flows_through_the_engines_rounding() -> None:
-    bf16_gradients_are_near_the_exact_ones("cpu")
+@pytest.mark.parametrize("numerics", ["engine", "fp32_head"])
+def test_gradient_flows_through_the_engines_rounding(numerics: str) -> None:
+    bf16_gradients_are_near_the_exact_ones("cpu", numerics)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_gradient_flows_through_the_engines_rounding_on_a_gpu() -> None:
-    bf16_gradients_are_near_the_exact_ones("cuda")
+@pytest.mark.parametrize("numerics", ["engine", "fp32_head"])
+def test_gradient_flows_through_the_engines_rounding_on_a_gpu(numerics: str) -> None:
+    bf16_gradients_are_near_the_exact_ones("cuda", numerics)
 
 
 def test_frozen_head_leaves_the_gradient_of_the_hidden_states_as_it_is() -> None:

@@ -18,6 +18,7 @@ from peft import PeftModel
 from rollout_fixtures import Reference
 from runs import metrics, samples
 from safetensors.torch import load_file
+from test_engine_checkpoint import in_half
 
 from beam_rl.lora import adapter_of, adapter_tensors, repeated_tensors
 from beam_rl.recipe.load import load
@@ -87,9 +88,11 @@ def test_another_precision_two_ranks_and_a_kl_term_from_an_adapter_on(
     run, whole, tiny_folder, folder, precision: str, gap: float
 ):
     """The published bar for BF16 with LoRA and replay is a mean |Δlogp| of 0.008, for MXFP8 0.03."""
+    half = in_half(tiny_folder, folder / f"half_{precision}")
     run(
         folder / precision,
         f"model.path={tiny_folder}",
+        *([f"rollout.checkpoint={half}"] if precision == "bf16" else []),
         f"model.lora.adapter={whole / 'adapters' / 'step_3'}",
         f"trainer.precision={precision}",
         "trainer.parallel.dp=2",
@@ -99,6 +102,7 @@ def test_another_precision_two_ranks_and_a_kl_term_from_an_adapter_on(
     for row in metrics(folder / precision)[1:]:
         assert 0 < row["parity/abs_logprob_diff_mean"] < gap
         assert row["loss/kl"] > 1e-6, "the reference is the model without the adapter"
+    assert (str(half) in (folder / precision / "logs" / "engine-0.log").read_text()) == (precision == "bf16")
 
 
 def test_an_adapter_of_another_base_is_refused_before_anything_starts(run, whole, tiny_folder, folder):

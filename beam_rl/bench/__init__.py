@@ -7,6 +7,7 @@ help, and it ends in `show`. Importing this package starts neither torch nor Meg
 from collections.abc import Callable
 
 from beam_rl.bench.boundary import boundary
+from beam_rl.bench.layer import layer
 from beam_rl.bench.logprob import logprob
 from beam_rl.bench.moe_lora import moe_lora
 from beam_rl.bench.nvme import nvme
@@ -15,6 +16,7 @@ from beam_rl.bench.sync import sync
 
 BENCHES: dict[str, Callable[..., None]] = {
     "boundary": boundary,
+    "layer": layer,
     "logprob": logprob,
     "moe-lora": moe_lora,
     "nvme": nvme,

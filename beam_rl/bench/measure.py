@@ -39,10 +39,10 @@ def peak_and_seconds(work: Callable[[], Any], where: torch.device) -> tuple[int,
     part: call it in a fresh process.
     """
     before = held(where)
-    times = [_seconds(work, where)]
+    times = [seconds(work, where)]
     peak = high_water(where) - before
     while len(times) < RUNS and sum(times) < ENOUGH_S:
-        times.append(_seconds(work, where))
+        times.append(seconds(work, where))
     return peak, min(times)
 
 
@@ -59,7 +59,8 @@ def in_fresh_process(work: Callable[..., Any], *args: Any) -> Any:
             raise MemoryError(f"{work.__name__}: its process was killed, most likely for want of memory") from None
 
 
-def _seconds(work: Callable[[], Any], where: torch.device) -> float:
+def seconds(work: Callable[[], Any], where: torch.device) -> float:
+    """That one run takes, what it has put on the GPU included."""
     start = time.perf_counter()
     work()
     if where.type == "cuda":

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Numerics = Literal["engine", "reference"]
+Numerics = Literal["engine", "reference", "fp32_head"]
 
 
 def token_logprobs(
@@ -46,7 +46,8 @@ def token_logprobs(
         targets: (tokens,) token ids in the whole vocabulary.
         softcap: c in c·tanh(z/c). temperature: > 0, as at sampling.
         numerics: "engine" rounds the softcapped logits to the activation dtype, as vLLM does, and the gradient passes
-            through the rounding; "reference" keeps FP32.
+            through the rounding; "reference" keeps FP32 from the softcap on; "fp32_head" keeps it from the head's product
+            on, whose sums are FP32 in any case (a CPU makes an FP32 copy of `head` for it, chunk by chunk).
         chunk_tokens: tokens whose logits exist at one time.
         tp_group: the ranks that share the vocabulary.
     Returns:
@@ -65,6 +66,7 @@ def token_logprobs(
         softcap=torch.tensor([softcap], dtype=wide, device=hidden.device),
         temperature=None if temperature == 1 else torch.tensor([temperature], dtype=wide, device=hidden.device),
         rounded=numerics == "engine" and hidden.dtype != wide,
+        wide_product=numerics == "fp32_head" and hidden.dtype != wide,
         chunk_tokens=chunk_tokens,
         tp_group=tp_group,
         first=len(head) * dist.get_rank(tp_group) if tp_group else 0,
@@ -92,6 +94,13 @@ def scaled_logits(hidden: Tensor, head: Tensor, softcap: float, temperature: flo
     return capped / temperature
 
 
+def wide_product(hidden: Tensor, head: Tensor, out: Tensor) -> Tensor:
+    """hidden · headᵀ of two BF16 matrices into an FP32 one, nothing rounded on the way."""
+    if hidden.is_cuda:
+        return torch.mm(hidden, head.T, out_dtype=out.dtype, out=out)
+    return torch.mm(hidden.to(out.dtype), head.T.to(out.dtype), out=out)  # no such product on CPUs
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.double if dtype == torch.double else torch.float
 
@@ -111,6 +120,7 @@ class _Options:
     softcap: Tensor
     temperature: Tensor | None  # None: 1
     rounded: bool
+    wide_product: bool
     chunk_tokens: int
     tp_group: dist.ProcessGroup | None
     first: int  # the lowest token id in this rank's part of the vocabulary
@@ -141,8 +151,12 @@ class _Workspace:
         that the caller may overwrite.
         """
         z, tanh, spare = (buffer[: len(hidden)] for buffer in (self.z, self.tanh, self.spare))
-        torch.mm(hidden, head.T, out=z)
-        torch.div(z, options.softcap, out=tanh).tanh_()
+        if options.wide_product:
+            wide_product(hidden, head, out=tanh)
+            tanh.div_(options.softcap).tanh_()
+        else:
+            torch.mm(hidden, head.T, out=z)
+            torch.div(z, options.softcap, out=tanh).tanh_()
         wide = spare if keep_tanh else tanh
         logits = torch.mul(tanh, options.softcap, out=z if options.rounded else wide)
         if options.temperature is not None:

@@ -16,7 +16,7 @@ ExportForm = Literal["adapter", "merged", "full", "mxfp8"]
 @dataclass(frozen=True)
 class TrainerSettings:
     precision: Literal["fp32", "bf16", "mxfp8"]  # of every weight but the router's; mxfp8: BF16, projections in MXFP8
-    numerics: Literal["engine", "reference"]  # of the logits: rounded after the softcap as in vLLM, or FP32
+    numerics: Literal["engine", "reference", "fp32_head"]  # of the logits, see `logprobs.token_logprobs`
     temperature: float  # as at sampling
     routing_replay: bool  # use a micro-batch's routes where it has them
     deterministic: bool

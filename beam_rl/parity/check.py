@@ -51,9 +51,9 @@ def check(recipe: Recipe, inputs: Inputs, folder: Path, display: Display) -> Com
         cluster = stack.enter_context(Cluster(recipe, inputs.model_path, folder, display))
         worker: Any = ray.remote(num_cpus=1)(ReferenceWorker).remote()
         stack.callback(ray.kill, worker)
-        rounded, temperature = recipe.trainer.numerics == "engine", recipe.rollout.temperature
-        adapter = start_adapter(recipe)
-        loading = worker.start.remote(str(inputs.model_path), recipe.trainer.dtype, rounded, temperature, adapter)
+        numerics, temperature = recipe.trainer.numerics, recipe.rollout.temperature
+        head = (numerics == "engine", temperature, start_adapter(recipe), numerics == "fp32_head")
+        loading = worker.start.remote(str(inputs.model_path), recipe.trainer.dtype, *head)
         with display.phase("syncing", once=True), cluster.turns.to_engines():
             cluster.sync.bring(0)
         samples = sample(recipe, inputs, cluster.engines)
@@ -83,13 +83,16 @@ def logprob_mean_bound(recipe: Recipe) -> float:
     return recipe.parity.logprob_mean_bound or LOGPROB_MEAN_BOUND[recipe.rollout_precision]
 
 
-def sample(recipe: Recipe, inputs: Inputs, engines: Engines, max_tokens: int | None = None) -> list[Sample]:
+def sample(
+    recipe: Recipe, inputs: Inputs, engines: Engines, max_tokens: int | None = None, only: slice = slice(None)
+) -> list[Sample]:
     """One response for each of the first eval prompts, or of the training prompts where there is no eval set.
 
-    max_tokens: of each response; default: as in training.
+    max_tokens: of each response; default: as in training. only: those of the prompts.
     """
     wanted, longest = recipe.parity.prompts, recipe.rollout.max_response_tokens
     prompts = inputs.eval_prompts[:wanted] or [inputs.prompts.at(i) for i in range(wanted)]
+    prompts = prompts[only]
     requests = [_request(p, recipe, min(longest, max_tokens or longest)) for p in prompts]
     done = engines.generate([[r] for r in requests])
     samples = [Sample(p, done[r.id]) for p, r in zip(prompts, requests, strict=True)]

@@ -26,9 +26,16 @@ class Reference:
     """A checkpoint in transformers, with an adapter added to its weights by PEFT where there is one."""
 
     def __init__(
-        self, model_path: str, precision: str, rounded_logits: bool, temperature: float, adapter: str | None = None
+        self,
+        model_path: str,
+        precision: str,
+        rounded_logits: bool,
+        temperature: float,
+        adapter: str | None = None,
+        fp32_head: bool = False,
     ) -> None:
-        """rounded_logits: round them to `precision` after the softcap, as the engine does. adapter: its HF folder."""
+        """rounded_logits: round them to `precision` after the softcap, as the engine does. adapter: its HF folder.
+        fp32_head: multiply with the head in FP32."""
         self.recorder: Recorder | None = None
         AttentionInterface.register(ATTENTION, self._attend)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
@@ -39,7 +46,7 @@ class Reference:
 
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
         self.model = model.to(device).eval()
-        self.rounded_logits, self.temperature = rounded_logits, temperature
+        self.rounded_logits, self.temperature, self.fp32_head = rounded_logits, temperature, fp32_head
 
     @torch.no_grad()
     def probe(self, token_ids: NDArray[np.integer], routes: NDArray[np.integer] | None) -> Records:
@@ -50,13 +57,19 @@ class Reference:
         ids = torch.tensor(np.asarray(token_ids, np.int64), device=self.model.device)
         self.recorder = Recorder()
         with self._observed(self.recorder, routes):
-            logits = self.model(ids[None, :-1], use_cache=False).logits[0]
-        if self.rounded_logits:
-            logits = logits.to(self.model.dtype)
-        logits = logits.float() / self.temperature
+            logits = self._logits(ids[None, :-1]).float() / self.temperature
         self.recorder.add(None, "logits", logits)
         self.recorder.add(None, "log_probabilities", logits.log_softmax(-1).gather(1, ids[1:, None]))
         return self.recorder.records()
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        """(tokens, vocabulary) after the softcap."""
+        if self.fp32_head:
+            hidden = self.model.model(ids, use_cache=False).last_hidden_state[0]
+            cap = self.model.config.final_logit_softcapping
+            return torch.tanh(hidden.float() @ self.model.lm_head.weight.float().T / cap) * cap
+        logits = self.model(ids, use_cache=False).logits[0]
+        return logits.to(self.model.dtype) if self.rounded_logits else logits
 
     def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Transformers' attention over torch's kernel; what goes in and comes out is recorded."""

@@ -5,6 +5,7 @@ import platform
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from beam_rl.errors import InputError
@@ -14,7 +15,7 @@ from beam_rl.lora import Adapter
 from beam_rl.mxfp8.scheme import Scheme
 from beam_rl.placement import Placement, Shelf, for_pace, place
 from beam_rl.plan.description import Description, describe
-from beam_rl.plan.engine_memory import EngineShape, engine_shape
+from beam_rl.plan.engine_memory import EngineShape, engine_shape, in_another_form
 from beam_rl.plan.hardware import Hardware, find, read_table
 from beam_rl.plan.memory import SIZE, OptimizerKind, Replicas
 from beam_rl.plan.model_shapes import RankShape, rank_shapes
@@ -131,6 +132,8 @@ def case_of(recipe: Recipe) -> Case:
         r.max_batched_tokens,
         kv_value_bytes=1 if kv_in_fp8 else None,
     )
+    if r.checkpoint and Path(r.checkpoint).is_dir():  # one that is still on the hub counts as if it were BF16
+        engine = in_another_form(engine, model.config, SIZE[recipe.trainer.dtype], Path(r.checkpoint))
     shelves, nodes = seat(recipe, machine, on_gpus)
     shapes = rank_shapes(model.config, parallel, recipe.trainer.dtype, adapter)
     return Case(recipe, model, adapter, scheme, machine, on_gpus, nodes, shelves, shapes, engine)

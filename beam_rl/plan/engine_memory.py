@@ -6,7 +6,8 @@ about trainers.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from beam_rl.checkpoint_shapes import checkpoint_shapes, is_fp32
@@ -69,6 +70,13 @@ def on_gpu(shape: EngineShape, hbm_bytes: int, utilization: float) -> Bytes:
     """While it samples: vLLM gives to the KV cache what `gpu_memory_utilization` leaves; negative where nothing is left."""
     room = int(hbm_bytes * utilization) - shape.weights - shape.adapters - shape.step - GRAPHS_BYTES
     return Bytes(weights=shape.weights, adapters=shape.adapters, kv_cache=room, buffers=shape.step + GRAPHS_BYTES)
+
+
+def in_another_form(shape: EngineShape, config: Mapping[str, Any], value_bytes: int, folder: Path) -> EngineShape:
+    """The same worker with the weights of that checkpoint, whose files say how much smaller they are."""
+    whole = sum((4 if is_fp32(name) else value_bytes) * math.prod(s) for name, s in checkpoint_shapes(config).items())
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return replace(shape, weights=round(shape.weights * stored / whole))
 
 
 def _weights(config: Mapping[str, Any], parallel: EngineParallel, value_bytes: int, scheme: Scheme | None) -> float:

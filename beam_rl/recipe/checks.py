@@ -56,6 +56,14 @@ def check(recipe: "Recipe") -> None:
 
 def _lora(recipe: "Recipe") -> Iterator[str]:
     """What can be seen without the model; `lora.adapter_of` divides the rank by its top-k."""
+    if engines := recipe.rollout.checkpoint:
+        if recipe.model.lora is None:
+            yield (
+                f"rollout.checkpoint = {engines}: a sync of all weights would overwrite it; only with model.lora, which "
+                "leaves the model as it is"
+            )
+        if recipe.rollout_precision == "mxfp8":
+            yield f"rollout.checkpoint = {engines}: its weights have a form, and MXFP8 would be another; use one of them"
     if recipe.model.lora is None:
         return
     targets = recipe.model.lora.targets

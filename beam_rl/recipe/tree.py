@@ -124,6 +124,10 @@ class Rollout(Section):
     precision: Literal["trainer", "mxfp8"] = Field(
         "trainer", description="as trainer.precision; mxfp8: projections in MXFP8 also where the trainer is BF16"
     )
+    checkpoint: str | None = Field(
+        None,
+        description="folder or hub id of model.path in another form, such as FP8 or NVFP4, for the engines; with model.lora",
+    )
     routing_replay: Switch = True
     pace: Literal["synchronous", "one_step_off", "asynchronous"] = Field(
         "synchronous",
@@ -264,8 +268,10 @@ class Trainer(Section):
         "bf16", description="mxfp8: BF16, but projections multiply in MXFP8; FP32 main parameters in each"
     )
     mxfp8: Mxfp8 = Mxfp8()
-    numerics: Literal["engine", "reference"] = Field(
-        "engine", description="round the logits as vLLM does after the softcap, or keep FP32 as transformers does"
+    numerics: Literal["engine", "reference", "fp32_head"] = Field(
+        "engine",
+        description="of the logits: rounded after the softcap as vLLM does; FP32 in the trainer alone, as transformers; or "
+        "fp32_head: the head's product and all after it in FP32, in trainer and engines",
     )
     deterministic: Switch = Field(False, description="same bits in every run, at some cost in speed")
     token_budget: Positive = Field(4096, description="tokens in one micro-batch; the longest sample must fit")

@@ -45,6 +45,7 @@ class EngineSettings:
     log_dir: str
     name: str = "engine"  # of the log file
     adapter: Adapter | None = None  # served beside the checkpoint; None: no LoRA
+    fp32_head: bool = False  # the head's product in FP32, and the logits
     mxfp8: Scheme | None = None  # the weights that are MXFP8; None: none is
     random_weights: bool = False  # in the place of the checkpoint's, to measure with
     parallel: EngineParallel = EngineParallel()
@@ -106,6 +107,7 @@ def engine_args(settings: EngineSettings) -> dict[str, Any]:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
 
+    from beam_rl.rollout.mxfp8 import MXFP8, to_plain
     from beam_rl.rollout.plugin import TRANSFER_BACKEND
 
     args: dict[str, Any] = {
@@ -124,8 +126,12 @@ def engine_args(settings: EngineSettings) -> dict[str, Any]:
         **_parallel_args(settings.parallel),
     }
     args |= _cpu_args(settings) if current_platform.is_cpu() else _gpu_args(settings)
+    overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.fp32_head else {}
     if settings.mxfp8 is not None:
-        args |= _mxfp8_args(settings.mxfp8, args["additional_config"])
+        args |= {"additional_config": args["additional_config"] | {MXFP8: to_plain(settings.mxfp8)}}
+        overrides |= _mxfp8_overrides(settings.mxfp8)
+    if overrides:
+        args["hf_overrides"] = overrides
     if settings.adapter is not None:
         args |= _adapter_args(settings.adapter, args["additional_config"])
     if settings.speculative is not None:
@@ -177,17 +183,11 @@ def _adapter_args(adapter: Adapter, additional_config: dict[str, Any]) -> dict[s
     }
 
 
-def _mxfp8_args(scheme: Scheme, additional_config: dict[str, Any]) -> dict[str, Any]:
+def _mxfp8_overrides(scheme: Scheme) -> dict[str, Any]:
     """vLLM quantizes on a GPU alone; whatever the checkpoint says, the scheme says which weights."""
     from vllm.platforms import current_platform
 
-    from beam_rl.rollout.mxfp8 import MXFP8, to_plain
-
-    quantization = None if current_platform.is_cpu() else scheme.hf_config()
-    return {
-        "hf_overrides": {"quantization_config": quantization},
-        "additional_config": additional_config | {MXFP8: to_plain(scheme)},
-    }
+    return {"quantization_config": None if current_platform.is_cpu() else scheme.hf_config()}
 
 
 def refuse_on_cpu(parallel: EngineParallel) -> None:

@@ -299,16 +299,17 @@ class BeamForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         return h if get_pp_group().is_last_rank else IntermediateTensors({"hidden_states": h})
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """(tokens, vocabulary) logits after the softcap, in the activation dtype.
+        """(tokens, vocabulary) logits after the softcap, in the dtype of the head's product.
 
-        vLLM's native Beam writes the capped logits back into the head's BF16 buffer, transformers keeps FP32; what the
-        engine samples from is the rounded value, so the trainer has to see that one.
+        That is the activations' dtype, unless vLLM is told `head_dtype`. vLLM's native Beam writes the capped logits back
+        into the product's buffer, transformers keeps FP32; what the engine samples from is the rounded value, so the
+        trainer has to see that one.
         """
         logits = self.logits_processor(self.lm_head, hidden_states)
         cap = self.config.final_logit_softcapping
         if logits is None or cap is None:
             return logits
-        return (torch.tanh(logits.float() / cap) * cap).to(hidden_states.dtype)
+        return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads (checkpoint name, tensor) pairs, any part of the model in any order; returns the parameters touched."""
