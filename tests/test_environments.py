@@ -17,8 +17,10 @@ from beam_rl.environments import EnvironmentFailure, EnvironmentPool, Remote
 from beam_rl.environments.frame import find_frame
 from beam_rl.environments.second_try import SecondTry
 from beam_rl.errors import InputError
+from beam_rl.recipe.load import load
 from beam_rl.tiny.checkpoint import tiny_tokenizer
 
+TURNS = Path(__file__).parents[1] / "recipes" / "tiny_cpu_turns.yaml"
 CLASSES = '''
 import os, random, subprocess, time
 from pathlib import Path
@@ -226,6 +228,22 @@ def test_a_class_that_cannot_serve_is_one_line(file: Path, name: str, options: d
         EnvironmentPool(f"{file.parent}/{name}", options)
     assert str(caught.value).startswith(f"environment.name = {file.parent}/{name}: {sentence}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "environment.name=calculator",
+            "environment.name = calculator: not second_try; your own is written module:Class",
+        ),
+        ("environment.options.since=2026-01-01", "environment.options.since = 2026-01-01: numbers, texts, lists"),
+        ("environment.max_turns=0", "environment.max_turns"),
+    ],
+)
+def test_an_environment_that_a_recipe_can_not_mean_is_refused(override: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        load(TURNS, [override])
 
 
 def test_a_second_try_is_worth_what_the_recipe_says() -> None:

@@ -110,9 +110,11 @@ def playing(cluster) -> Iterator[tuple[Cluster, list[str], Path]]:
     started.engines.episodes = None
 
 
-def play(playing, folder: Path, steps: int, *overrides: str) -> tuple[dict[int, dict], list[dict]]:
-    """Trains from the start; the metrics of each step, and all samples as a person reads them."""
-    rows, _ = go(playing, folder, steps, "logging.samples_per_step=1000", *overrides)
+def play(
+    playing, folder: Path, steps: int, *overrides: str, resume: Path | None = None
+) -> tuple[dict[int, dict], list[dict]]:
+    """Trains from the start or a checkpoint; the metrics of each step, and all samples as a person reads them."""
+    rows, _ = go(playing, folder, steps, "logging.samples_per_step=1000", *overrides, resume=resume)
     files = [folder / "samples" / f"step_{step + 1}.jsonl" for step in range(steps)]
     return rows, [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
@@ -156,9 +158,12 @@ def test_turns_that_were_interrupted_are_scored_as_sampled(playing) -> None:
     assert scores.routes_agree > 0.999 * scores.routes_total
 
 
-def test_episodes_go_on_under_new_weights(playing, tmp_path: Path) -> None:
-    pace = ("rollout.pace=asynchronous", "algorithm.staleness=2", "rollout.prompts_per_step=16")
-    rows, samples = play(playing, tmp_path / "run", 4, *pace)
-    assert max(rows[s]["rollout/staleness"] for s in (1, 2, 3, 4)) == 2
-    assert all(rows[s]["replay/missing_rows"] == rows[s]["rollout/environment_failures"] == 0 for s in (1, 2, 3, 4))
+def test_episodes_go_on_under_new_weights_and_after_a_resume(playing, tmp_path: Path) -> None:
+    pace = ("rollout.pace=asynchronous", "algorithm.staleness=2", "rollout.prompts_per_step=16", "checkpoint.every=3")
+    rows, samples = play(playing, tmp_path / "run", 3, *pace)
+    resumed, _ = play(playing, tmp_path / "again", 1, *pace, resume=tmp_path / "run" / "checkpoints" / "step_3")
+    for row in (rows[1], rows[2], rows[3], resumed[4]):
+        assert row["replay/missing_rows"] == row["rollout/environment_failures"] == 0
+        assert row["rollout/staleness"] <= 2 and 1 < row["rollout/turns_mean"] < 2
+    assert max(rows[s]["rollout/staleness"] for s in (1, 2, 3)) == 2
     assert {len(s.get("turns", [1])) for s in samples} == {1, 3}
