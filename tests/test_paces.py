@@ -115,7 +115,7 @@ def play(
 ) -> tuple[dict[int, dict], list[dict]]:
     """Trains from the start or a checkpoint; the metrics of each step, and all samples as a person reads them."""
     rows, _ = go(playing, folder, steps, "logging.samples_per_step=1000", *overrides, resume=resume)
-    files = [folder / "samples" / f"step_{step + 1}.jsonl" for step in range(steps)]
+    files = sorted((folder / "samples").glob("step_*.jsonl"))
     return rows, [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
