@@ -62,7 +62,7 @@ def build(groups: Sequence[Group], recipe: Recipe, num_experts: int) -> StepBatc
 
 def _set_weights(mini_batch: Sequence[Sample], aggregation: Aggregation, max_response_tokens: int) -> None:
     """Fixes every sample's loss weight over the whole mini-batch (see `algorithms.weights`)."""
-    lengths = torch.tensor([s.response_tokens for s in mini_batch])
+    lengths = torch.tensor([s.sampled_tokens for s in mini_batch])
     for sample, weight in zip(mini_batch, sample_weights(lengths, aggregation, max_response_tokens), strict=True):
         sample.weight = float(weight)
 

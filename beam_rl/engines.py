@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from beam_rl.episodes import Episodes
 from beam_rl.inputs import adapter_for, engine_model, scheme_for
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Recipe
@@ -25,6 +26,7 @@ from beam_rl.seats import Seat, Seats, own_address, unreserved
 POLL_S = 0.2
 STOP_S = 5.0
 WATCH_S = 5.0  # between two looks at an engine that is sampling
+TOGETHER_S = 0.01  # an engine takes many turns at once better than one after the other
 
 
 class EnginesLost(RuntimeError):
@@ -65,9 +67,11 @@ class Engines:
         self.slots: list[Slot] = []
         self.version: int | None = None  # what every serving engine serves
         self.counters = Counters()
+        self.episodes: Episodes | None = None  # what plays the turns of requests that have an environment
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Condition()
-        self._hushed = False
+        self._hush = asyncio.Event()  # set: nothing is to be sampled
+        self._answering = 0  # calls of `_answer` under way
         self._over: Exception | None = None  # why nobody is answered any more
 
     def __enter__(self) -> "Engines":
@@ -157,19 +161,19 @@ class Engines:
     async def quiet(self) -> AsyncIterator[None]:
         """Inside, nothing is sampled: what is being sampled comes back with the tokens so far, what is asked with none."""
         serving = [slot for slot in self.slots if slot.state == "serving"]
-        self._hushed = True
+        self._hush.set()
         await asyncio.gather(*(self._ask(slot, "interrupt") for slot in serving))
         try:
             yield
         finally:
-            self._hushed = False
+            self._hush.clear()
             standing = [slot for slot in serving if slot.state == "serving" and not self._over]
             await asyncio.gather(*(self._ask(slot, "release") for slot in standing))
 
     async def _interrupt(self) -> None:
         """Returns when no engine has anything to answer."""
         async with self.quiet(), self._changed:
-            await self._changed.wait_for(lambda: self._over or not any(slot.load for slot in self.slots))
+            await self._changed.wait_for(lambda: self._over or not self._answering)
 
     async def _shares(self, groups: Sequence[Sequence[Request]]) -> list[tuple[Slot, list[Request]]]:
         """Who answers what: each group to the engine that has the least by then."""
@@ -190,9 +194,66 @@ class Engines:
         return min((s for s in self.slots if s.state == "serving"), key=lambda s: s.load)
 
     async def _answer(self, requests: Sequence[Request], took: Callable[[Completion], None], slot: Slot) -> None:
-        """Has one engine answer the requests, and another one those that it leaves undone when it is lost."""
+        """Has the requests answered, by one engine as long as it lives, turn by turn where there is an environment."""
+        self._answering += 1
+        try:
+            if self.episodes is None:
+                await self._sample(requests, took, slot)
+            else:
+                first = {r.id for r in requests if r.prompt is not None and self.episodes.ask(r)}
+                turns, answers = [r for r in requests if r.id not in first], [r for r in requests if r.id in first]
+                await self._play(self.episodes, turns, answers, took, slot)
+        finally:
+            async with self._changed:
+                self._answering -= 1
+                self._changed.notify_all()
+
+    async def _play(
+        self,
+        episodes: Episodes,
+        requests: Sequence[Request],
+        answers_first: Sequence[Request],
+        took: Callable[[Completion], None],
+        slot: Slot,
+    ) -> None:
+        """Samples a turn of each request, and goes on with each episode as soon as its environment has answered.
+
+        Where runs are to be the same in every bit, all go on together: what an engine computes hangs on its batch.
+        """
+        asked, together = {r.id: r for r in (*requests, *answers_first)}, self.recipe.trainer.deterministic
+        following: list[asyncio.Task[None]] = []
+        ready: dict[str, Request] = {}
+
+        async def play_on() -> None:
+            now = [ready.pop(name) for name in asked if name in ready]
+            if now:
+                await self._play(episodes, now, [], took, slot)
+
+        async def follow(name: str, said: Completion | None) -> None:
+            after = await episodes.go_on(name, said, self._hush)
+            if isinstance(after, Completion):
+                took(after)
+                return
+            ready[name] = after
+            if len(ready) == 1 and not together:  # the first takes those along that come soon
+                await asyncio.sleep(TOGETHER_S)
+                await play_on()
+
+        def heard(said: Completion) -> None:
+            if asked[said.id].prompt is None:
+                took(said)
+            else:
+                following.append(asyncio.create_task(follow(said.id, said)))
+
+        following += [asyncio.create_task(follow(r.id, None)) for r in answers_first]
+        await self._sample([replace(r, prompt=None) for r in requests], heard, slot)
+        await asyncio.gather(*following)
+        await play_on()
+
+    async def _sample(self, requests: Sequence[Request], took: Callable[[Completion], None], slot: Slot) -> None:
+        """Has one engine sample the requests, and another one those that it leaves undone when it is lost."""
         left = {r.id: r for r in requests}
-        while left and not self._hushed:
+        while left and not self._hush.is_set():
             if slot.state != "serving":  # lost since it was chosen
                 slot = await self._least_loaded()
                 continue  # unless all are to be quiet by now

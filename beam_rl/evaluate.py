@@ -8,9 +8,8 @@ from torch import Tensor
 
 from beam_rl.algorithms import evaluation
 from beam_rl.recipe.tree import Recipe
-from beam_rl.samples import Prompt, Request, sampling_seed
-from beam_rl.sampling import Judge, Sampler
-from beam_rl.verifiers import VerifyItem
+from beam_rl.samples import Prompt, Request, Sample, sampling_seed
+from beam_rl.sampling import Judge, Sampler, sample_of, verdicts_of
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class Answers:
     """Every prompt's responses, judged."""
 
     prompts: Sequence[Prompt]
-    items: list[VerifyItem]  # prompt by prompt, as many of each
+    samples: list[Sample]  # prompt by prompt, as many of each
     scores: Tensor  # (prompts, samples)
 
     def summary(self, k: int | None = None) -> evaluation.Evaluation:
@@ -31,9 +30,10 @@ class Answers:
         for i, (prompt, scores) in enumerate(zip(self.prompts, self.scores.tolist(), strict=True)):
             row: dict[str, object] = {"row": prompt.row, "scores": scores}
             if i < shown:
-                first = self.items[i * len(scores)]
+                first = self.samples[i * len(scores)]
                 row |= {"prompt": decode(prompt.token_ids), "answer": prompt.answer}
-                row |= {"text": first.response, "finish_reason": first.finish_reason}
+                row |= {"text": first.text, "finish_reason": first.completion.finish_reason}
+                row |= {"turns": [list(turn) for turn in first.episode]} if first.episode else {}
             rows.append(row)
         return rows
 
@@ -56,16 +56,13 @@ def evaluate(
                 seed=sampling_seed(recipe.seed, "eval", p.row, i),
                 max_tokens=recipe.rollout.max_response_tokens,
                 temperature=recipe.eval.temperature,
+                prompt=p if recipe.environment else None,
             )
             for i in range(k)
         ]
         for p in prompts
     ]
     done = engines.generate(requests, on_progress)
-    items = [
-        VerifyItem(decode(done[r.id].token_ids.tolist()), p.answer, done[r.id].finish_reason)
-        for p, group in zip(prompts, requests, strict=True)
-        for r in group
-    ]
-    scores = torch.tensor([v.score for v in verifier.score(items)], dtype=torch.float64)
-    return Answers(prompts, items, scores.view(-1, k))
+    samples = [sample_of(p, done[r.id], decode) for p, group in zip(prompts, requests, strict=True) for r in group]
+    scores = torch.tensor([v.score for v in verdicts_of(samples, verifier)], dtype=torch.float64)
+    return Answers(prompts, samples, scores.clamp(0, 1).view(-1, k))  # an environment's rewards may be any numbers

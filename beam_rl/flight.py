@@ -1,19 +1,20 @@
 """A prompt's responses while they are being sampled: what each has so far, and what is still to ask for.
 
 A response that was interrupted goes on as prompt + tokens so far, under the weights of that time; each of its tokens
-keeps the log-probability and the routes of the weights that sampled it. Pure; knows nothing about engines.
+keeps the log-probability and the routes of the weights that sampled it. What an environment answered goes on the same
+way. Pure; knows nothing about engines and environments.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from beam_rl.recipe.tree import Recipe
-from beam_rl.samples import Completion, Prompt, Request, sampling_seed
+from beam_rl.samples import Completion, Outcome, Prompt, Request, sampling_seed
 
 
 @dataclass
@@ -56,6 +57,10 @@ class Flight:
         """The same prompt with nothing sampled."""
         return Flight(self.prompt, [None] * len(self.parts))
 
+    def without_unfinished(self) -> "Flight":
+        """The same with nothing of the responses that are not finished."""
+        return Flight(self.prompt, [part if part is not None and part.finished else None for part in self.parts])
+
 
 def request_id(prompt: Prompt, k: int) -> str:
     return f"train-{prompt.position}-{k}"
@@ -71,26 +76,33 @@ def _request(prompt: Prompt, k: int, so_far: list[int], recipe: Recipe) -> Reque
         max_tokens=r.max_response_tokens - len(so_far),
         temperature=r.temperature,
         top_p=r.top_p,
+        prompt=prompt if recipe.environment else None,
     )
 
 
 def joined(first: Completion, rest: Completion, prompt_tokens: int) -> Completion:
-    """One response from an interrupted part and what came after it, asked for as prompt + that part.
+    """One response from an interrupted part, or a turn, and what came after it, asked for as prompt + that part.
 
     The later part's routes begin with rows for tokens that the first part has rows for already: those of the weights
     that sampled are kept.
     """
     routes = None
-    if first.routes is not None and rest.routes is not None:
+    if not len(rest.token_ids):
+        routes = first.routes
+    elif first.routes is not None and rest.routes is not None:
         known = prompt_tokens + len(first.token_ids) - 1
         routes = np.concatenate([first.routes[:known], rest.routes[known:]])
+    start = len(first.token_ids)
+    served = first.later[-1][1] if first.later else first.version
+    newer = len(rest.token_ids) and rest.version != served
     return replace(
         rest,
         token_ids=np.concatenate([first.token_ids, rest.token_ids]),
         logp=np.concatenate([first.logp, rest.logp]),
         routes=routes,
         version=first.version,
-        later=(*first.later, (len(first.token_ids), rest.version)) if len(rest.token_ids) else first.later,
+        later=(*first.later, (start, rest.version)) if newer else first.later,
+        given=(*first.given, *((start + a, start + b) for a, b in rest.given)),
     )
 
 
@@ -107,7 +119,8 @@ def save(flights: Sequence[Flight], folder: Path) -> None:
             found = {"token_ids": part.token_ids, "logp": part.logp, "routes": part.routes}
             name = request_id(flight.prompt, k)
             arrays |= {f"{name}/{key}": array for key, array in found.items() if array is not None}
-            parts.append({"finish_reason": part.finish_reason, "version": part.version, "later": part.later})
+            said = {"finish_reason": part.finish_reason, "version": part.version, "later": part.later}
+            parts.append(said | {"given": part.given, "outcome": asdict(part.outcome) if part.outcome else None})
         index.append({"position": flight.prompt.position, "parts": parts})
     (folder / "flights.json").write_text(json.dumps(index), encoding="utf-8")
     np.savez(folder / "flights.npz", **arrays)
@@ -137,4 +150,6 @@ def _part(name: str, part: dict[str, Any] | None, arrays: Mapping[str, Any]) -> 
         finish_reason=part["finish_reason"],
         version=part["version"],
         later=tuple((start, version) for start, version in part["later"]),
+        given=tuple((start, end) for start, end in part["given"]),
+        outcome=Outcome(**part["outcome"]) if part["outcome"] else None,
     )

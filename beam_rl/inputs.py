@@ -11,6 +11,8 @@ from typing import Any
 
 from beam_rl.adapter_files import read_adapter
 from beam_rl.data import PromptStream, read_prompts
+from beam_rl.environments import make_environments
+from beam_rl.environments.frame import Frame, find_frame
 from beam_rl.errors import InputError
 from beam_rl.layout import check_layout
 from beam_rl.lora import Adapter, adapter_of, targets_in
@@ -40,6 +42,7 @@ class Inputs:
     eval_task: str
     notes: list[str]  # what became of the data sets' rows
     decode: Callable[[Sequence[int]], str]  # token ids → text without special tokens
+    frame: Frame | None  # what the chat template puts around an environment's answers
 
 
 def prepare(recipe: Recipe, display: Display) -> Inputs:
@@ -51,6 +54,8 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
         InputError: a missing folder, a model that can't be trained, data that can't serve, a reward that can't be loaded.
     """
     check_verifier(recipe.verifier)
+    if recipe.environment:
+        make_environments(recipe.environment).close()
     path = find_model(recipe, display)
     config = check_checkpoint(path)
     check_config_for(recipe, config)
@@ -60,17 +65,19 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     recipe, switched_off = fitted(recipe, config)
     from transformers import AutoTokenizer
 
+    from beam_rl.rollout.engine import stop_ids
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
         raise InputError(f"model.path = {path}: no tokenizer that can be read ({str(e).splitlines()[0]})") from None
-    longest, data = recipe.data.max_prompt_tokens, recipe.data
-    train = PromptStream.open(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, "data.train")
+    longest, data, rows = recipe.data.max_prompt_tokens, recipe.data, recipe.environment is not None
+    train = PromptStream.open(_resolve(data.train, path, "train"), tokenizer, longest, recipe.seed, "data.train", rows)
     notes = [f"{data.train.path}: {len(train)} prompts to train on ({train.counts})"]
     notes += start_note(path) + switched_off
     held_out: list[Prompt] = []
     if data.eval:
-        held_out, counts = read_prompts(_resolve(data.eval, path, "eval"), tokenizer, longest, "data.eval")
+        held_out, counts = read_prompts(_resolve(data.eval, path, "eval"), tokenizer, longest, "data.eval", rows)
         notes.append(f"{data.eval.path}: {len(held_out)} prompts to evaluate on ({counts})")
     return Inputs(
         recipe=recipe,
@@ -82,6 +89,7 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
         eval_task=(data.eval.task or Path(data.eval.path).stem) if data.eval else "",
         notes=notes,
         decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+        frame=find_frame(tokenizer, recipe.environment.role, stop_ids(str(path))) if recipe.environment else None,
     )
 
 

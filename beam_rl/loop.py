@@ -15,6 +15,7 @@ from beam_rl.algorithms.evaluation import Evaluation, standard_error
 from beam_rl.algorithms.parity import logprob_gap
 from beam_rl.batch import StepBatch, build
 from beam_rl.cluster import Cluster
+from beam_rl.episodes import make_episodes
 from beam_rl.evaluate import evaluate
 from beam_rl.flight import Flight
 from beam_rl.inputs import Inputs
@@ -63,7 +64,11 @@ class State:
 
 def train(recipe: Recipe, inputs: Inputs, run: Run, report: Report) -> State:
     """Trains until `trainer.steps` and returns the final state; an interrupt leaves a checkpoint if one is due."""
-    with Cluster(recipe, inputs.model_path, run.logs, report) as cluster, make_verifier(recipe.verifier) as verifier:
+    with (
+        Cluster(recipe, inputs.model_path, run.logs, report) as cluster,
+        make_verifier(recipe.verifier) as verifier,
+        make_episodes(recipe.environment, inputs.frame, inputs.decode) as cluster.engines.episodes,
+    ):
         loop = Loop(recipe, inputs, run, report, cluster, verifier)
         loop.begin()
         with loop.saved_if_cut_short():
@@ -107,6 +112,8 @@ class Loop:
                 self.turns.to_trainer()
                 self.policy.load(self.run.resumed.path)
             under_way = flight.load(self.run.resumed.path, self.inputs.prompts.at)
+            if self.recipe.environment:  # whose processes are gone: what was not finished begins anew
+                under_way = [f.without_unfinished() for f in under_way]
             self.rollouts.flights.restore(self.state.prompts, under_way)
             self.note_flights()
             self.saved = self.state.step
@@ -341,7 +348,20 @@ def rollout_metrics(rollout: Rollout, batch: StepBatch, step: int) -> dict[str, 
         "verifier/errors": rollout.errors,
     }
     metrics |= {} if error is None else {"reward/stderr": error}
-    return metrics | ({"replay/missing_rows": batch.missing_rows} if batch.replay else {})
+    return (
+        metrics | environment_metrics(rollout) | ({"replay/missing_rows": batch.missing_rows} if batch.replay else {})
+    )
+
+
+def environment_metrics(rollout: Rollout) -> dict[str, float]:
+    """What became of a step's episodes; nothing without an environment."""
+    if not rollout.episodes:
+        return {}
+    return {
+        "rollout/turns_mean": rollout.turns / rollout.episodes,
+        "rollout/environment_s": rollout.environment_s / rollout.episodes,
+        "rollout/environment_failures": rollout.environment_failures,
+    }
 
 
 def evaluation_metrics(scores: Evaluation, task: str) -> dict[str, float]:

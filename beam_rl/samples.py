@@ -5,7 +5,7 @@ Plain numpy, so that it travels through Ray without copies. Knows nothing about 
 
 import hashlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ class Prompt:
     row: int  # row of the data set
     token_ids: list[int]
     answer: str
+    columns: Mapping[str, Any] | None = None  # the row itself, kept where an environment is to see it
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Request:
     max_tokens: int
     temperature: float
     top_p: float = 1.0
+    prompt: Prompt | None = None  # where an environment answers what is sampled, and there may be more turns
 
 
 def sampling_seed(*parts: object) -> int:
@@ -42,8 +44,19 @@ def sampling_seed(*parts: object) -> int:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What an environment made of a response."""
+
+    reward: float | None = None  # the sum of what it gave; None: it gave nothing
+    problem: str | None = None  # why it could not go on
+    seconds: float = 0.0  # that it took for its answers
+
+
+@dataclass(frozen=True)
 class Completion:
     """What an engine returns for a request.
+
+    With an environment it holds all turns: the tokens in `given` are the environment's, which nobody sampled.
 
     `logp` is the engine's natural-log probability of each sampled token under the distribution it was drawn from
     (temperature applied). `routes` has one row for each token that went through the model, prompt tokens + response
@@ -53,11 +66,27 @@ class Completion:
 
     id: str
     token_ids: NDArray[np.int32]  # (response,)
-    logp: NDArray[np.float32]  # (response,)
+    logp: NDArray[np.float32]  # (response,) 0 where nobody sampled
     routes: NDArray[np.uint8] | NDArray[np.uint16] | None  # (prompt + response - 1, moe layers, top-k)
     finish_reason: str  # "stop" or "length"; "abort" where it was interrupted and can go on
     version: int  # of the weights that sampled its first token
     later: tuple[tuple[int, int], ...] = ()  # (first token, version) of each part that later weights sampled
+    given: tuple[tuple[int, int], ...] = ()  # (first token, end) of each answer of an environment's
+    outcome: Outcome | None = None  # of an environment, when it is finished
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        """(response,) True where the engine sampled."""
+        mask = np.ones(len(self.token_ids), np.bool_)
+        for start, end in self.given:
+            mask[start:end] = False
+        return mask
+
+    @property
+    def turns(self) -> list[slice]:
+        """Of the token ids: what was sampled at a stretch, an environment's answers between."""
+        edges = [0, *(edge for part in self.given for edge in part), len(self.token_ids)]
+        return [slice(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
     @property
     def finished(self) -> bool:
@@ -75,15 +104,22 @@ class Sample:
 
     prompt: Prompt
     completion: Completion
-    text: str = ""  # the decoded response, without special tokens
-    reward: float = 0.0  # what the advantage is computed from (verifier's score, overlong punishment included)
-    score: float = 0.0  # the verifier's score alone
+    text: str = ""  # the decoded response, without special tokens; of several turns the last one's
+    reward: float = 0.0  # what the advantage is computed from (the score, overlong punishment included)
+    score: float = 0.0  # the verifier's score alone, or what the environment gave
     advantage: float = 0.0
-    weight: float = 0.0  # of each response token in the mini-batch's loss; a mini-batch's loss is Σ weight · token loss
+    weight: float = 0.0  # of each sampled token in the mini-batch's loss; a mini-batch's loss is Σ weight · token loss
+
+    episode: Sequence[tuple[str, str]] = ()  # of several turns: ("model" or "environment", what it said)
 
     @property
     def response_tokens(self) -> int:
+        """All that follows the prompt, an environment's tokens included."""
         return len(self.completion.token_ids)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(self.completion.sampled.sum())
 
     @property
     def model_tokens(self) -> int:
@@ -105,7 +141,7 @@ class Sample:
             "version": self.completion.version,
             "later_versions": [list(part) for part in self.completion.later],
             "token_ids": self.completion.token_ids.tolist(),
-        }
+        } | ({"turns": [list(turn) for turn in self.episode]} if self.episode else {})
 
 
 @dataclass
@@ -127,7 +163,7 @@ class MicroBatch:
     tokens: NDArray[np.int64]  # (tokens,)
     targets: NDArray[np.int64]  # (tokens,) the next token of the same sample
     cu_tokens: NDArray[np.int32]  # (samples + 1,) starts at 0
-    response: NDArray[np.bool_]  # (tokens,) True where the target is a sampled token: the loss mask
+    response: NDArray[np.bool_]  # (tokens,) True where the target is a token that was sampled: the loss mask
     logp_engine: NDArray[np.float32]  # (tokens,) as sampled; 0 outside the mask
     advantage: NDArray[np.float32]  # (tokens,) the sample's, repeated
     weight: NDArray[np.float32]  # (tokens,) loss weight; 0 outside the mask
@@ -145,7 +181,7 @@ def pack_one(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
         s = samples[i]
         ids = np.concatenate([np.asarray(s.prompt.token_ids, np.int64), s.completion.token_ids.astype(np.int64)])
         n, first = s.model_tokens, len(s.prompt.token_ids) - 1
-        mask = np.arange(n) >= first
+        mask = np.concatenate([np.zeros(first, np.bool_), s.completion.sampled])
         spread = np.zeros(n, np.float32)
         spread[first:] = s.completion.logp
         tokens.append(ids[:-1])

@@ -21,6 +21,8 @@ from beam_rl.step import Step
 from beam_rl.verifiers import Verdict, VerifyItem
 
 Decode = Callable[[Sequence[int]], str]
+COUNTS = ("tokens", "truncated", "timeouts", "errors", "continued")
+EPISODE_COUNTS = ("episodes", "turns", "environment_s", "environment_failures")
 
 
 class Sampler(Protocol):
@@ -53,6 +55,10 @@ class Rollout:
     timeouts: int = 0
     errors: int = 0  # responses that the verifier could not judge; score 0
     continued: int = 0  # responses that more than one version of the weights sampled
+    episodes: int = 0  # responses that an environment answered
+    turns: int = 0  # the model's, in these
+    environment_s: float = 0.0  # all of them together
+    environment_failures: int = 0  # episodes whose environment could not go on; score 0
     generate_s: float = 0.0
 
     @property
@@ -61,7 +67,7 @@ class Rollout:
 
     def add(self, counts: "Rollout") -> None:
         """Adds what another one has counted of its samples."""
-        for name in ("tokens", "truncated", "timeouts", "errors", "continued"):
+        for name in COUNTS + EPISODE_COUNTS:
             setattr(self, name, getattr(self, name) + getattr(counts, name))
 
 
@@ -158,7 +164,19 @@ def _fly(
 def group_of(flight: Flight, decode: Decode) -> Group:
     """A complete flight's samples, not judged yet."""
     completions = [part for part in flight.parts if part is not None]
-    return Group(flight.prompt, [Sample(flight.prompt, c, decode(c.token_ids.tolist())) for c in completions])
+    return Group(flight.prompt, [sample_of(flight.prompt, c, decode) for c in completions])
+
+
+def sample_of(prompt: Prompt, completion: Completion, decode: Decode) -> Sample:
+    """A response as text: that of its last turn, and where there are several, all that was said."""
+
+    def said(part: slice) -> str:
+        return decode(completion.token_ids[part].tolist())
+
+    *earlier, last = [("model", said(part)) for part in completion.turns]
+    answers = [("environment", said(slice(*part))) for part in completion.given]
+    episode = [line for turn in zip(earlier, answers, strict=True) for line in turn]
+    return Sample(prompt, completion, last[1], episode=(*episode, last) if episode else ())
 
 
 def worth_training(groups: Sequence[Group], recipe: Recipe) -> tuple[list[Group], list[Group]]:
@@ -187,17 +205,36 @@ def shuffle_rewards(rollout: Rollout, recipe: Recipe, step: Step) -> None:
     step.log({"reward/shuffled": sum(a != b for a, b in zip(own, dealt, strict=True))})
 
 
+def verdicts_of(samples: Sequence[Sample], verifier: Judge) -> list[Verdict]:
+    """One each: what the environment gave, 0 where it failed; where it gave nothing, the verifier's of the last turn."""
+
+    def given(sample: Sample) -> Verdict | None:
+        outcome = sample.completion.outcome
+        if outcome is None or (outcome.reward is None and not outcome.problem):
+            return None
+        return Verdict(0.0 if outcome.problem else outcome.reward or 0.0)
+
+    known = [given(s) for s in samples]
+    open_ = [s for s, verdict in zip(samples, known, strict=True) if verdict is None]
+    judged = iter(verifier.score([VerifyItem(s.text, s.prompt.answer, s.completion.finish_reason) for s in open_]))
+    return [verdict or next(judged) for verdict in known]
+
+
 def judge_groups(groups: Sequence[Group], verifier: Judge, recipe: Recipe, counts: Rollout) -> None:
     """Fills in every sample's score and reward, exactly one each, and counts tokens, truncations and time-outs."""
     samples = [s for g in groups for s in g.samples]
-    items = [VerifyItem(s.text, s.prompt.answer, s.completion.finish_reason) for s in samples]
     limit, overlong = recipe.rollout.max_response_tokens, recipe.algorithm.overlong
     lengths = torch.tensor([s.response_tokens for s in samples])
     punishments = overlong_punishment(lengths, limit, overlong.buffer_tokens, overlong.penalty).tolist()
-    for sample, verdict, punishment in zip(samples, verifier.score(items), punishments, strict=True):
+    for sample, verdict, punishment in zip(samples, verdicts_of(samples, verifier), punishments, strict=True):
         sample.score, sample.reward = verdict.score, verdict.score + punishment
         counts.timeouts += verdict.timed_out
         counts.errors += verdict.error is not None and not verdict.timed_out
-        counts.tokens += sample.response_tokens
+        counts.tokens += sample.sampled_tokens
         counts.truncated += sample.completion.finish_reason == "length"
         counts.continued += bool(sample.completion.later)
+        if outcome := sample.completion.outcome:
+            counts.episodes += 1
+            counts.turns += len(sample.completion.turns)
+            counts.environment_s += outcome.seconds
+            counts.environment_failures += outcome.problem is not None

@@ -65,6 +65,7 @@ def run_evaluation(source: Path, overrides: Iterable[str], k: int | None = None)
 
     k: of pass@k; default: eval.samples_per_prompt.
     """
+    from beam_rl.episodes import make_episodes
     from beam_rl.evaluate import evaluate
     from beam_rl.rollouts import attend, beside
     from beam_rl.verifiers import make_verifier
@@ -87,6 +88,7 @@ def run_evaluation(source: Path, overrides: Iterable[str], k: int | None = None)
         served = _engines_alone(recipe, *where) if alone else _engines_of_trainer(recipe, checkpoint, *where)
         engines, mend = stack.enter_context(served)
         with console.phase("evaluating", len(inputs.eval_prompts) * samples, once=True) as phase:
+            engines.episodes = stack.enter_context(make_episodes(recipe.environment, inputs.frame, inputs.decode))
             work = partial(evaluate, inputs.eval_prompts, engines, verifier, inputs.decode, recipe, phase.advance)
             answers = attend(beside(work), mend)
     return answers.summary(k).record(inputs.eval_task)

@@ -138,6 +138,24 @@ def test_the_page_says_what_was_run_where_it_stands_and_what_was_gained(page: st
         assert title in page
 
 
+def test_the_page_shows_who_said_what_in_a_sample_of_several_turns(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run", text="5 6")
+    turns = [["model", "\\boxed{4}"], ["environment", HOSTILE], ["model", "\\boxed{5}"]]
+    row = {
+        "row": 0,
+        "prompt": "2 + 3",
+        "text": "\\boxed{5}",
+        "answer": "5",
+        "score": 0.5,
+        "reward": 0.5,
+        "turns": turns,
+    }
+    (folder / "samples" / "step_4.jsonl").write_text(json.dumps(row) + "\n")
+    page = write_page([folder]).read_text()
+    first, answer, second = (page.index(text) for text in ("boxed{4}", "<div class=environment>", "boxed{5}</span>"))
+    assert first < answer < second and "<img" not in page and "score 0.5" in page
+
+
 def asked_for(address: str, folder: Path) -> tuple[str, set[str]]:
     """The page as a browser has drawn it, and the hosts that were asked for but for the browser's own services."""
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]

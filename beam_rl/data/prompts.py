@@ -7,7 +7,7 @@ Hugging Face tokenizer; knows nothing about Ray, vLLM or Megatron.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -86,11 +86,15 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     key: str,
+    keep_rows: bool = False,
 ) -> tuple[list[Prompt], Counts]:
     """Every usable row of a data set as a prompt; positions count the prompts that are kept.
 
     Left out and counted: rows without a prompt or an answer, exact duplicates (DAPO-Math-17K holds each of its
     problems a hundred times), and prompts longer than `max_prompt_tokens`.
+
+    Args:
+        keep_rows: whether a prompt keeps its row, with `prompt` and `answer` as they were read, whatever their columns.
     Raises:
         DataError: the data can't be read, a column is missing, or no row is left.
     """
@@ -114,7 +118,8 @@ def read_prompts(
         if len(ids) > max_prompt_tokens:
             counts.too_long += 1
             continue
-        prompts.append(Prompt(position=len(prompts), row=index, token_ids=ids, answer=answer))
+        kept = dict(row) | {"prompt": prompt, "answer": answer} if keep_rows else None
+        prompts.append(Prompt(len(prompts), index, ids, answer, kept))
     if counts.rows:
         columns.check_seen()
     if not prompts:
@@ -195,9 +200,10 @@ class PromptStream:
         max_prompt_tokens: int,
         seed: int,
         key: str = "data.train",
+        keep_rows: bool = False,
     ) -> "PromptStream":
         """The stream over a data set; arguments and errors as in `read_prompts`."""
-        prompts, counts = read_prompts(source, tokenizer, max_prompt_tokens, key)
+        prompts, counts = read_prompts(source, tokenizer, max_prompt_tokens, key, keep_rows)
         return cls(prompts, seed, counts)
 
     def __len__(self) -> int:
@@ -223,5 +229,4 @@ class PromptStream:
         epoch, index = divmod(position, len(self._prompts))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
-        prompt = self._prompts[self._order[index]]
-        return Prompt(position, prompt.row, prompt.token_ids, prompt.answer)
+        return replace(self._prompts[self._order[index]], position=position)

@@ -4,6 +4,7 @@ Pure functions of the recipe's values; nothing here looks at files or machines.
 """
 
 import difflib
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ def check(recipe: "Recipe") -> None:
         *_lora(recipe),
         *_sampling(recipe),
         *_verifier(recipe),
+        *_environment(recipe),
         *_placement(recipe),
         *_batch(recipe),
         *_times(recipe),
@@ -109,6 +111,22 @@ def _verifier(recipe: "Recipe") -> Iterator[str]:
             f"verifier.name = {name}: neither math nor toy; your own is written module:function or FILE.py:function "
             "(docs/own_reward.md)"
         )
+
+
+def _environment(recipe: "Recipe") -> Iterator[str]:
+    environment = recipe.environment
+    if environment is None:
+        return
+    if environment.name != "second_try" and not all(environment.name.rpartition(":")[::2]):
+        yield (
+            f"environment.name = {environment.name}: not second_try; your own is written module:Class or FILE.py:Class "
+            "(docs/environments.md)"
+        )
+    for name, value in environment.options.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            yield f"environment.options.{name} = {value}: numbers, texts, lists and mappings reach another process alone"
 
 
 def _placement(recipe: "Recipe") -> Iterator[str]:

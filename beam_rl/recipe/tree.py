@@ -80,6 +80,20 @@ class Verifier(Section):
     )
 
 
+class Environment(Section):
+    """Answers what the model says, turn by turn: a tool, a game, a second try (docs/environments.md)."""
+
+    name: str = Field(
+        description="second_try, or your own: `module:Class` or `FILE.py:Class`, made for each response with the data set's "
+        "row; its step(response) returns (answer or None, reward or None)"
+    )
+    max_turns: Positive = Field(4, description="the model's turns in one response, at most")
+    role: Literal["user", "tool"] = Field("user", description="as whom the chat template lets it speak")
+    timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="for one answer")
+    workers: Positive = Field(8, description="environments that compute an answer at the same time")
+    options: dict[str, Any] = Field({}, description="keyword arguments for the class")
+
+
 class EngineParallel(Section):
     """An engine has tp · pp · dp workers, each on a GPU of its own, or a process of its own on a CPU."""
 
@@ -367,6 +381,7 @@ class Recipe(Section):
     model: Model
     data: Data
     verifier: Verifier = Verifier()
+    environment: Environment | None = None
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()

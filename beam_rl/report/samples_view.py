@@ -71,8 +71,15 @@ def _prompt(row: Json) -> str:
 
 
 def _response(row: Json) -> str:
-    """A verdict, what else is known of the sample, and its text."""
-    return f"<div>{_verdict(row)}</div><div class=response>{_text(row.get('text'))}</div>"
+    """A verdict, what else is known of the sample, and its text, or its turns."""
+    turns = row.get("turns") or [("", row.get("text"))]
+    return f"<div>{_verdict(row)}</div>" + "".join(_turn(str(who), text) for who, text in turns)
+
+
+def _turn(who: str, text: object) -> str:
+    """What the model or an environment said; `who` is empty where nobody else spoke."""
+    name = f"<small>{escape(who)}</small> " if who else ""
+    return f"<div class={'environment' if who == 'environment' else 'response'}>{name}{_text(text)}</div>"
 
 
 def _verdict(row: Json) -> str:

@@ -121,27 +121,8 @@ class VerifierPool:
         self.close()
 
     def _start(self) -> None:
-        package_root = str(Path(beam_rl.__file__).parents[1])
-        own = os.getcwd() if self._function else None  # where a recipe's module lies
-        path = os.pathsep.join(filter(None, [package_root, own, os.environ.get("PYTHONPATH")]))
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "beam_rl.verifiers.worker",
-                str(self._memory_bytes),
-                str(self._timeout_s),
-                *([self._function] if self._function else []),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            bufsize=1,
-            env=without_secrets(os.environ) | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is for the run, which then closes its pool
-        )
+        arguments = [str(self._memory_bytes), str(self._timeout_s), *([self._function] if self._function else [])]
+        process = start_worker("beam_rl.verifiers.worker", arguments, self._function is not None, pipe=subprocess.PIPE)
         worker = _Worker(process, time.monotonic() + START_LIMIT_S)
         self._workers.append(worker)
         assert process.stdout
@@ -226,6 +207,31 @@ class VerifierPool:
         if reply["error"] and reply["error"].startswith("MemoryError"):  # what it left half done is not to be trusted
             self._replace(worker)
         return [(item.index, Verdict(reply["score"], error=reply["error"]))]
+
+
+def start_worker(
+    module: str, arguments: Sequence[str], own_code: bool, pipe: int = subprocess.DEVNULL, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[str]:
+    """A process for code that the run does not trust with anything: no keys, no terminal, a session of its own.
+
+    Args:
+        own_code: whether it may import what lies where the command was given, as a recipe's module does.
+        pipe: what its standard input and output are.
+    """
+    package_root = str(Path(beam_rl.__file__).parents[1])
+    own = os.getcwd() if own_code else None
+    path = os.pathsep.join(filter(None, [package_root, own, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        bufsize=1,
+        env=without_secrets(os.environ) | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        pass_fds=pass_fds,
+        start_new_session=True,  # Ctrl-C is for the run, which then closes its pool
+    )
 
 
 def _is_stopped(pid: int) -> bool:

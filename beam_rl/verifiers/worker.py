@@ -15,6 +15,7 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 Grade = Callable[..., float]
 
@@ -24,9 +25,9 @@ def main(memory_bytes: int, cpu_s: float, function: str | None = None) -> None:
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not be taken for a verdict
     try:
-        grade, used_bytes = (load(function), _address_space()) if function else (_mathematics(), 0)
+        grade, used_bytes = (load(function), address_space()) if function else (_mathematics(), 0)
     except Exception as error:
-        print(_line(error), file=replies)
+        print(one_line(error), file=replies)
         return
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + memory_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -42,20 +43,29 @@ def main(memory_bytes: int, cpu_s: float, function: str | None = None) -> None:
             if not 0 <= score <= 1:  # not a number included
                 raise ValueError(f"a score of {score}, which is not between 0 and 1")
         except Exception as exception:  # whatever a strange answer does to the parser: it is not right
-            problem, score = _line(exception), 0.0
+            problem, score = one_line(exception), 0.0
         print(json.dumps({"score": score, "error": problem}), file=replies)
 
 
 def load(function: str) -> Grade:
     """A user's function (response, gold answer, finish reason) → score from 0 to 1, of `module:name` or `FILE.py:name`.
 
-    Raises whatever its module raises; ImportError or AttributeError where there is none; TypeError for one that does not
-    take three arguments.
+    Raises as `find`, and TypeError for one that does not take three arguments.
     """
-    where, _, name = function.rpartition(":")
+    found = find(function)
+    inspect.signature(found).bind("", "", "")
+    return found
+
+
+def find(name: str) -> Any:
+    """What a user's `module:name` or `FILE.py:name` names.
+
+    Raises whatever its module raises; ImportError or AttributeError where there is none.
+    """
+    where, _, name = name.rpartition(":")
     if where.endswith(".py"):
         file = Path(where).expanduser().resolve()
-        spec = importlib.util.spec_from_file_location(f"own_reward_{file.stem}", file)
+        spec = importlib.util.spec_from_file_location(f"own_{file.stem}", file)
         if spec is None or spec.loader is None or not file.is_file():
             raise ImportError(f"no file {where}")
         sys.path.append(str(file.parent))  # for its neighbours
@@ -64,9 +74,7 @@ def load(function: str) -> Grade:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(where)
-    found = getattr(module, name)
-    inspect.signature(found).bind("", "", "")
-    return found
+    return getattr(module, name)
 
 
 def _mathematics() -> Grade:
@@ -76,12 +84,12 @@ def _mathematics() -> Grade:
     return math_equal
 
 
-def _address_space() -> int:
+def address_space() -> int:
     """Bytes that this process has mapped, by the libraries that a user's module imports."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {str(error)[:200]}".split())
 
 

@@ -1,0 +1,118 @@
+"""The process that environments come from: it loads the class once and forks for each response.
+
+So one that hangs, dies or fills its memory takes no other one along, and what a module imports is imported once. Started by
+`pool.py` as `python -m beam_rl.environments.worker FD BYTES NAME OPTIONS`: its end of a socket, the address space that an
+environment may take, the class, its keyword arguments as JSON. Imports neither torch nor transformers by itself.
+"""
+
+import contextlib
+import ctypes
+import inspect
+import json
+import math
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from beam_rl.verifiers.worker import address_space, find, one_line
+
+OURS = {"second_try": "beam_rl.environments.second_try:SecondTry"}
+LIBC = ctypes.CDLL(None)
+DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+Make = Callable[[Mapping[str, Any]], Any]
+
+
+def main(control: socket.socket, memory_bytes: int, name: str, options: Mapping[str, Any]) -> None:
+    """Says `ready`, or why it can't start; then forks for each number and socket, and kills for each number alone."""
+    try:
+        make = load(name, options)
+    except Exception as error:
+        control.send(one_line(error).encode())
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + memory_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    control.send(b"ready")
+    forks: dict[int, int] = {}  # the driver's number → process
+    while True:
+        message, sockets, *_ = socket.recv_fds(control, 32, 1)
+        for number in [number for number, pid in forks.items() if os.waitpid(pid, os.WNOHANG)[0]]:
+            del forks[number]  # they have ended; until now their process number was theirs
+        if not message:
+            break
+        if sockets:
+            with socket.socket(fileno=sockets[0]) as channel:
+                forks[int(message)] = fork(channel, control, make)
+        elif int(message) in forks:
+            kill(forks[int(message)])
+    for pid in forks.values():
+        kill(pid)
+
+
+def load(name: str, options: Mapping[str, Any]) -> Make:
+    """What makes an environment of a row. Raises whatever its module raises; TypeError where it is no environment."""
+    made = find(OURS.get(name, name))
+    inspect.signature(made).bind({}, **options)
+    if not callable(getattr(made, "step", None)):
+        raise TypeError(f"{made.__name__} has no method step(response)")
+    return lambda row: made(row, **options)
+
+
+def fork(channel: socket.socket, control: socket.socket, make: Make) -> int:
+    """A process that serves one response's environment; its number."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        os.setsid()  # so that what an environment starts can be killed with it
+        LIBC.prctl(DIE_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() == parent:
+            control.close()
+            serve(channel, make)
+    finally:
+        os._exit(0)
+
+
+def serve(channel: socket.socket, make: Make) -> None:
+    """Reads {row, seed}, then a response a line; writes {answer, reward} for each, or {error} and ends."""
+    lines, replies = channel.makefile("r", encoding="utf-8"), channel.makefile("w", encoding="utf-8")
+    try:
+        begin = json.loads(lines.readline())
+        random.seed(begin["seed"])
+        environment = make(begin["row"])
+        for line in lines:
+            answer, reward = checked(environment.step(json.loads(line)))
+            print(json.dumps({"answer": answer, "reward": reward}), file=replies, flush=True)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            print(json.dumps({"error": one_line(error)}), file=replies, flush=True)
+        return
+    if callable(close := getattr(environment, "close", None)):
+        close()
+
+
+def checked(reply: Any) -> tuple[str | None, float | None]:
+    """What an environment's step returned, if that is an answer."""
+    if not isinstance(reply, tuple) or len(reply) != 2:
+        raise TypeError(f"step returned {reply!r:.80}, not (answer or None, reward or None)")
+    answer, reward = reply
+    if answer is not None and not isinstance(answer, str):
+        raise TypeError(f"an answer of type {type(answer).__name__}, not a text")
+    if reward is not None and not math.isfinite(reward):
+        raise ValueError(f"a reward of {reward}")
+    return answer, None if reward is None else float(reward)
+
+
+def kill(pid: int) -> None:
+    """The process and what it has started."""
+    for end in (os.killpg, os.kill):  # the latter for one that has no group yet
+        with contextlib.suppress(ProcessLookupError):
+            end(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
