@@ -151,7 +151,8 @@ def seen_by(layout: Layout, folder: Path, rank: int, master: str) -> dict[str, A
         "resumed": weights_of(learner),
         "place": learner.place,
     }
-    learner.close()
+    if p.ranks > 1:  # else other trainers of this process share the group
+        learner.close()
     return found
 
 
@@ -160,7 +161,9 @@ def weights_of(learner: Trainer) -> dict[str, NDArray[Any]]:
 
 
 def run(layout: Layout, folder: Path) -> list[dict[str, Any]]:
-    """`seen_by` of all ranks, each in a new process."""
+    """`seen_by` of all ranks, each in a new process; of one rank in this one."""
     checkpoint(layout.kind)
+    if layout.parallel.ranks == 1:
+        return [seen_by(layout, folder, 0, tiny.meeting_point())]
     ranks, master = layout.parallel.ranks, tiny.meeting_point()
     return tiny.in_new_processes(seen_by, *[(layout, folder, rank, master) for rank in range(ranks)])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.gpt_provider import default_layer_spec
@@ -176,13 +177,16 @@ class BridgedCheckpoint:
         return chunks
 
     def _check_names(self, chunks: Sequence[GPTModel]) -> None:
-        """The model has a place for every tensor of the checkpoint, and the checkpoint a tensor for every parameter."""
+        """The ranks together have a place for every tensor of the checkpoint, which has one for every parameter."""
         tasks = self._bridge.get_conversion_tasks(list(chunks))
         where = f"model.path = {self.folder}: {self.architecture}"
         if unnamed := tasks.count(None):
             raise InputError(f"{where} has {unnamed} parameters here that Megatron-Bridge knows no tensors for")
         named = [task.mapping.hf_param for task in tasks]
-        held = {name for names in named for name in ([names] if isinstance(names, str) else names.values())}
+        here = {name for names in named for name in ([names] if isinstance(names, str) else names.values())}
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, here)  # a rank's tasks are of its own experts
+        held = set().union(*everywhere)
         stored = stored_names(self.folder, self.config.to_dict())
         for what, names in (("has no place for", stored - held), ("lacks", held - stored)):
             if names:
