@@ -263,13 +263,13 @@ async def hushed(playing: Engines, answering: Any) -> None:
 
 
 def test_engines_come_to_rest_while_an_environment_thinks(tmp_path: Path) -> None:
-    with engines(tmp_path, pause=0.6) as playing:
+    with engines(tmp_path, pause=3.0) as playing:
         flights = [Flight(prompt(0, turns=2), [None])]
         answering = playing.submit(gathered(playing, flights))
         wait_for(tmp_path / "log")
         begun = time.monotonic()
         playing.submit(hushed(playing, answering)).result(timeout=20)
-        assert time.monotonic() - begun < 0.3 and not flights[0].complete
+        assert time.monotonic() - begun < 2 and not flights[0].complete
         assert whole(flights[0]).token_ids[-1] == STOP, "its turn is kept"
         playing.submit(gathered(playing, flights)).result(timeout=20)
     assert len(whole(flights[0]).turns) == 2 and len(shown(tmp_path)) == 2
