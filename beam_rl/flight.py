@@ -150,6 +150,6 @@ def _part(name: str, part: dict[str, Any] | None, arrays: Mapping[str, Any]) -> 
         finish_reason=part["finish_reason"],
         version=part["version"],
         later=tuple((start, version) for start, version in part["later"]),
-        given=tuple((start, end) for start, end in part["given"]),
-        outcome=Outcome(**part["outcome"]) if part["outcome"] else None,
+        given=tuple((start, end) for start, end in part.get("given", ())),
+        outcome=Outcome(**part["outcome"]) if part.get("outcome") else None,
     )

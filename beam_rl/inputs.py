@@ -28,7 +28,7 @@ from beam_rl.verifiers import check_verifier
 UNSUPPORTED = {"norm_topk_prob": True, "attention_bias": False, "tie_word_embeddings": False}
 
 # What a config.json says of how its weights are stored, and not of the model.
-FORM = {"quantization_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+FORM = {"quantization_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"}
 
 
 @dataclass
@@ -111,7 +111,7 @@ def engine_model(recipe: Recipe, model_path: Path) -> Path:
     if name is None:
         return model_path
     folder = _folder(name, "rollout.checkpoint")
-    here, there = (_config(path / "config.json") for path in (model_path, folder))
+    here, there = (_defaults_filled_in(path) for path in (model_path, folder))
     for key in sorted({*here, *there} - FORM):
         if here.get(key) != there.get(key):
             raise InputError(
@@ -119,6 +119,14 @@ def engine_model(recipe: Recipe, model_path: Path) -> Path:
                 f"{there.get(key)}, there it is {here.get(key)}"
             )
     return folder
+
+
+def _defaults_filled_in(folder: Path) -> dict[str, Any]:
+    """config.json as transformers reads it: a quantizer may have written out what was left to its default."""
+    from transformers import AutoConfig
+
+    _config(folder / "config.json")
+    return dict(AutoConfig.from_pretrained(folder).to_dict())
 
 
 def _folder(name: str, key: str, revision: str | None = None) -> Path:

@@ -143,6 +143,11 @@ class Loop:
         batch = build(rollout.groups, self.recipe, self.inputs.num_experts)
         of_engines = self.engine_metrics()
         step.log(rollout_metrics(rollout, batch, step.number) | of_engines)
+        if failed := rollout.environment_failures:
+            why = f"{rollout.environment_problem} (samples/ has the others' reasons)"
+            self.report.warn(
+                f"step {step.number}: the environment failed in {failed} of {rollout.episodes} episodes: {why}"
+            )
         if self.recipe.rollout.speculative is not None:
             lost = of_engines["rollout/engine_restarts"] > 0
             step.log(draft_metrics(*self.engines.take_drafts(), step.number, lost))
@@ -322,7 +327,8 @@ def rollout_metrics(rollout: Rollout, batch: StepBatch, step: int) -> dict[str, 
     """What sampling gave.
 
     Raises:
-        StepError: dynamic sampling found no group to learn from, or replay is asked for and no sample has its routes.
+        StepError: dynamic sampling found no group to learn from, replay is asked for and no sample has its routes, or no
+            environment could go on.
     """
     kept = rollout.samples
     if not kept:
@@ -349,14 +355,21 @@ def rollout_metrics(rollout: Rollout, batch: StepBatch, step: int) -> dict[str, 
     }
     metrics |= {} if error is None else {"reward/stderr": error}
     return (
-        metrics | environment_metrics(rollout) | ({"replay/missing_rows": batch.missing_rows} if batch.replay else {})
+        metrics
+        | environment_metrics(rollout, step)
+        | ({"replay/missing_rows": batch.missing_rows} if batch.replay else {})
     )
 
 
-def environment_metrics(rollout: Rollout) -> dict[str, float]:
-    """What became of a step's episodes; nothing without an environment."""
+def environment_metrics(rollout: Rollout, step: int) -> dict[str, float]:
+    """What became of a step's episodes; nothing without an environment. StepError where not one could go on."""
     if not rollout.episodes:
         return {}
+    if rollout.environment_failures == rollout.episodes:
+        raise StepError(
+            f"step {step}: the environment failed in all {rollout.episodes} episodes, in the first with: "
+            f"{rollout.environment_problem}"
+        )
     return {
         "rollout/turns_mean": rollout.turns / rollout.episodes,
         "rollout/environment_s": rollout.environment_s / rollout.episodes,

@@ -141,7 +141,13 @@ class Sample:
             "version": self.completion.version,
             "later_versions": [list(part) for part in self.completion.later],
             "token_ids": self.completion.token_ids.tolist(),
-        } | ({"turns": [list(turn) for turn in self.episode]} if self.episode else {})
+        } | self._episode_record()
+
+    def _episode_record(self) -> dict[str, object]:
+        """What there is to say of several turns, and of an environment that could not go on."""
+        turns = {"turns": [list(turn) for turn in self.episode]} if self.episode else {}
+        problem = self.completion.outcome.problem if self.completion.outcome else None
+        return turns | ({"environment_problem": problem} if problem else {})
 
 
 @dataclass

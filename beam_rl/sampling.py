@@ -59,6 +59,7 @@ class Rollout:
     turns: int = 0  # the model's, in these
     environment_s: float = 0.0  # all of them together
     environment_failures: int = 0  # episodes whose environment could not go on; score 0
+    environment_problem: str | None = None  # why the first of these could not
     generate_s: float = 0.0
 
     @property
@@ -69,6 +70,7 @@ class Rollout:
         """Adds what another one has counted of its samples."""
         for name in COUNTS + EPISODE_COUNTS:
             setattr(self, name, getattr(self, name) + getattr(counts, name))
+        self.environment_problem = self.environment_problem or counts.environment_problem
 
 
 class Flights:
@@ -238,3 +240,4 @@ def judge_groups(groups: Sequence[Group], verifier: Judge, recipe: Recipe, count
             counts.turns += len(sample.completion.turns)
             counts.environment_s += outcome.seconds
             counts.environment_failures += outcome.problem is not None
+            counts.environment_problem = counts.environment_problem or outcome.problem

@@ -11,7 +11,8 @@ began=$(date +%s.%N)
 say() { printf '%6.1f s  %s\n' "$(echo "$(date +%s.%N) - $began" | bc)" "$*"; }
 lines() { # of metrics.jsonl, while the run lives
   until [ "$(cat runs/tiny_cpu/metrics.jsonl 2>/dev/null | wc -l)" -ge "$1" ]; do
-    kill -0 "$2" && sleep 0.5
+    kill -0 "$2" || exit 1
+    sleep 0.5
   done
 }
 
@@ -34,7 +35,10 @@ VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model "$
   --enable-lora --max-lora-rank 16 --lora-modules tiny=adapter --host 127.0.0.1 --port 8123 >serve.log 2>&1 &
 server=$!
 trap 'kill $server' EXIT
-until curl -sf 127.0.0.1:8123/v1/models >models.json; do kill -0 $server && sleep 0.5; done
+until curl -sf 127.0.0.1:8123/v1/models >models.json; do
+  kill -0 $server || exit 1
+  sleep 0.5
+done
 answer=$(curl -s 127.0.0.1:8123/v1/completions -H 'Content-Type: application/json' \
   -d '{"model": "tiny", "prompt": "3 +8 -5 +9 -2 +4 =", "max_tokens": 16, "temperature": 0}')
 say "served: $(python -c "import json, sys; print(json.loads(sys.argv[1])['choices'][0]['text'])" "$answer")"

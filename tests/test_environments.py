@@ -42,6 +42,9 @@ class Moody:
             child = subprocess.Popen(["sleep", "600"])
             Path(self.note).write_text(str(child.pid))
             time.sleep(600)
+        if response == "start":  # and leave it running, in the group and from a process of its own
+            child = subprocess.Popen("sleep 600 & echo $!; wait", shell=True, stdout=subprocess.PIPE)
+            return f"{child.pid} {child.stdout.readline().decode().strip()}", None
         if response == "die":
             os._exit(3)
         if response == "eat":
@@ -116,6 +119,49 @@ def test_one_that_raises_hangs_or_dies_takes_no_other_along(file: Path, tmp_path
         "broken": "ValueError: a row that is broken",
     }
     assert ended(int(note.read_text())), "what it had started"
+
+
+@pytest.mark.parametrize("way", ["raise", "die", "end"])
+def test_what_an_environment_has_started_ends_with_it(file: Path, way: str) -> None:
+    async def leave_behind(pool: EnvironmentPool) -> list[int]:
+        remotes = [await pool.begin({"answer": "a"}, 0) for _ in range(3)]
+        answers = [await remote.step("start") for remote in remotes]
+        for remote in remotes:
+            if way == "end":
+                remote.end()
+            else:
+                await failure(remote, way)
+        started = [int(pid) for answer, _ in answers for pid in (answer or "").split()]
+        await asyncio.sleep(0.2)
+        await (await pool.begin({"answer": "a"}, 0)).step("x")  # the next response's comes
+        assert all([ended(pid) for pid in started]), "while others go on"
+        return started
+
+    assert len(with_pool(file, leave_behind)) == 6
+
+
+def test_where_no_process_is_to_be_had_one_response_fails_and_others_go_on(tmp_path: Path) -> None:
+    full, file = tmp_path / "full", tmp_path / "crowded.py"
+    file.write_text(f"""{CLASSES}
+really_fork = os.fork
+def fork():
+    if Path({str(full)!r}).exists():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return really_fork()
+os.fork = fork
+""")
+
+    async def crowd(pool: EnvironmentPool) -> tuple[str, object, object]:
+        one = await pool.begin({"answer": "a"}, 0)
+        await one.step("x")
+        full.touch()
+        why = await failure(await pool.begin({"answer": "b"}, 0), "x")
+        full.unlink()
+        return why, await one.step("x"), await (await pool.begin({"answer": "c"}, 0)).step("x")
+
+    why, still, later = with_pool(file, crowd)
+    assert "no process could be started for it" in why or why == "its process died"
+    assert still == ("a 2", 0.5) and later == ("c 1", 0.25)
 
 
 def ended(pid: int) -> bool:

@@ -1,6 +1,6 @@
 """Responses of several turns: what is asked of engines and environments, in which order, and what comes of it.
 
-The engines are scripted, the environments are real processes; test_train_episodes.py has real engines and a trainer.
+The engines are scripted, the environments are real processes; test_paces.py has real engines and a trainer.
 """
 
 import asyncio
@@ -9,10 +9,12 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from beam_rl import flight
 from beam_rl.batch import build
@@ -22,7 +24,7 @@ from beam_rl.environments.frame import Frame
 from beam_rl.episodes import Episodes
 from beam_rl.evaluate import evaluate
 from beam_rl.flight import Flight
-from beam_rl.loop import environment_metrics
+from beam_rl.loop import StepError, environment_metrics
 from beam_rl.recipe.load import load
 from beam_rl.samples import Completion, Group, Outcome, Prompt, Request, pack_one
 from beam_rl.sampling import Rollout, judge_groups, sample_of
@@ -330,7 +332,11 @@ def test_an_environment_that_fails_costs_its_episode_alone(tmp_path: Path) -> No
     assert [g.samples[0].score for g in groups] == [0.0, 0.5] and judge.items == []
     outcome = whole(flights[0]).outcome
     assert outcome is not None and outcome.problem == "RuntimeError: broken"
-    metrics = environment_metrics(counts)
+    assert groups[0].samples[0].record("?")["environment_problem"] == counts.environment_problem == outcome.problem
+    assert "environment_problem" not in groups[1].samples[0].record("?")
+    with pytest.raises(StepError, match="^step 3: the environment failed in all 2 episodes, .*: RuntimeError: broken$"):
+        environment_metrics(replace(counts, environment_failures=2), 3)
+    metrics = environment_metrics(counts, 3)
     assert metrics["rollout/turns_mean"] == 2 and metrics["rollout/environment_failures"] == 1
     assert counts.tokens == sum(int(whole(f).sampled.sum()) for f in flights)
 

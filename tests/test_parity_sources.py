@@ -20,8 +20,8 @@ def gaps(ray_here: str, tiny_folder: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_head_in_fp32_on_both_sides_is_worth_half_of_one_in_the_trainer_alone(gaps: dict[str, Gap]) -> None:
-    """1.3e-3 of 3.3e-3, which it would be if engines went on rounding."""
-    assert 0 < gaps[AS_IS].mean < 2e-3
+    """1.3e-3 of 3.3e-3, which it would be if engines went on rounding; with rounding on both sides it is 1.8e-3."""
+    assert 0 < gaps[AS_IS].mean < 1.6e-3
     assert gaps[AS_IS].tokens > 500
 
 

@@ -94,7 +94,8 @@ def read_prompts(
     problems a hundred times), and prompts longer than `max_prompt_tokens`.
 
     Args:
-        keep_rows: whether a prompt keeps its row, with `prompt` and `answer` as they were read, whatever their columns.
+        keep_rows: whether a prompt keeps its row, with `prompt` and `answer` as they were read, whatever their columns;
+            rows that differ anywhere are then no duplicates.
     Raises:
         DataError: the data can't be read, a column is missing, or no row is left.
     """
@@ -109,7 +110,9 @@ def read_prompts(
             counts.no_prompt += not prompt
             counts.no_answer += bool(prompt)
             continue
-        digest = hashlib.blake2b(json.dumps([prompt, answer]).encode(), digest_size=16).digest()
+        kept = dict(row) | {"prompt": prompt, "answer": answer} if keep_rows else None
+        known_by = json.dumps(kept or [prompt, answer], default=str)
+        digest = hashlib.blake2b(known_by.encode(), digest_size=16).digest()
         if digest in known:
             counts.duplicates += 1
             continue
@@ -118,7 +121,6 @@ def read_prompts(
         if len(ids) > max_prompt_tokens:
             counts.too_long += 1
             continue
-        kept = dict(row) | {"prompt": prompt, "answer": answer} if keep_rows else None
         prompts.append(Prompt(len(prompts), index, ids, answer, kept))
     if counts.rows:
         columns.check_seen()

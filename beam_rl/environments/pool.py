@@ -61,8 +61,11 @@ class EnvironmentPool:
             raise InputError(f"environment.name = {self.name}: {said or 'the process died while it was loaded'}")
 
     async def begin(self, row: Mapping[str, Any], seed: int) -> "Remote":
-        """An environment for one response; what its class raises shows in its first `step`."""
-        ours, theirs = socket.socketpair()
+        """An environment for one response; what its class raises shows in its first `step`. May raise EnvironmentFailure."""
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:  # each environment takes a file descriptor
+            raise EnvironmentFailure(f"{error}; see `ulimit -Hn`") from None
         number = next(self._numbers)
         with theirs:
             try:

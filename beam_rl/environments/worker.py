@@ -16,7 +16,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from beam_rl.verifiers.worker import address_space, find, one_line
@@ -38,19 +38,30 @@ def main(control: socket.socket, memory_bytes: int, name: str, options: Mapping[
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control.send(b"ready")
     forks: dict[int, int] = {}  # the driver's number → process
+    numbers: dict[int, int] = {}  # the other way round
     while True:
         message, sockets, *_ = socket.recv_fds(control, 32, 1)
-        for number in [number for number, pid in forks.items() if os.waitpid(pid, os.WNOHANG)[0]]:
-            del forks[number]  # they have ended; until now their process number was theirs
+        for pid in ended():
+            forks.pop(numbers.pop(pid, -1), None)
         if not message:
             break
         if sockets:
             with socket.socket(fileno=sockets[0]) as channel:
-                forks[int(message)] = fork(channel, control, make)
+                if pid := fork(channel, control, make):
+                    forks[int(message)], numbers[pid] = pid, int(message)
         elif int(message) in forks:
             kill(forks[int(message)])
     for pid in forks.values():
         kill(pid)
+
+
+def ended() -> Iterator[int]:
+    """Processes that have ended; what they had started is killed while the group still has their number."""
+    with contextlib.suppress(ChildProcessError):  # there are none at all
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            kill(found.si_pid)
+            os.waitpid(found.si_pid, 0)
+            yield found.si_pid
 
 
 def load(name: str, options: Mapping[str, Any]) -> Make:
@@ -63,10 +74,15 @@ def load(name: str, options: Mapping[str, Any]) -> Make:
 
 
 def fork(channel: socket.socket, control: socket.socket, make: Make) -> int:
-    """A process that serves one response's environment; its number."""
+    """A process that serves one response's environment; its number, 0: there is no room for another process."""
     parent = os.getpid()
-    if pid := os.fork():
-        return pid
+    try:
+        if pid := os.fork():
+            return pid
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            channel.sendall(json.dumps({"error": f"no process could be started for it: {error}"}).encode() + b"\n")
+        return 0
     try:
         os.setsid()  # so that what an environment starts can be killed with it
         LIBC.prctl(DIE_WITH_PARENT, signal.SIGKILL)

@@ -4,6 +4,7 @@ What the recipe can choose is run again with the other choice, trainer and engin
 the responses of the first run. Knows nothing about Megatron or vLLM beyond their handles.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from beam_rl.cluster import Cluster
-from beam_rl.inputs import Inputs
+from beam_rl.inputs import Inputs, check_config_for
+from beam_rl.other_models import fitted
 from beam_rl.parity.check import response_logp, sample, token_ids
 from beam_rl.recipe.load import overridden, parse
 from beam_rl.recipe.tree import Recipe
@@ -28,33 +30,43 @@ CHOICES = {  # what the recipe can choose, by what a person calls it
     "logits rounded to the activations' precision after the softcap, both sides": ["trainer.numerics=engine"],
     "logits in FP32 after the softcap, trainer alone": ["trainer.numerics=reference"],
     "head and logits in FP32, both sides": ["trainer.numerics=fp32_head"],
+    "neither replay nor the engine's rounding": ["rollout.routing_replay=false", "trainer.numerics=reference"],
 }
 
 
 @dataclass(frozen=True)
 class Gap:
-    """|Δlogp| of the sampled tokens, nats. between: the two sides."""
+    """|Δlogp| of the sampled tokens, nats. between: the two sides, or why there is nothing to tell."""
 
     source: str
     between: str
-    mean: float
-    max: float
-    tokens: int
+    mean: float | None = None
+    max: float | None = None
+    tokens: int = 0
 
 
 def sources(recipe: Recipe, inputs: Inputs, others: Sequence[str], folder: Path, display: Display) -> Iterator[Gap]:
-    """The recipe's gap first, then what it is made of, each as soon as it is known.
+    """The recipe's gap first, then what it is made of; a choice that fails is a row that says why.
 
     Args:
         others: more choices to try, each some `key=value` with spaces between.
+    Raises:
+        InputError: a choice that is no recipe for this model, before anything is measured.
     """
+    config = json.loads((inputs.model_path / "config.json").read_text(encoding="utf-8"))
     tried = {AS_IS: recipe}
     for name, overrides in (CHOICES | {other: other.split() for other in others}).items():
-        other = parse(overridden(recipe.model_dump(mode="json"), overrides))
+        other, _ = fitted(parse(overridden(recipe.model_dump(mode="json"), overrides)), config)
+        check_config_for(other, config)
         if other not in tried.values():
             tried[name] = other
     for i, (name, choice) in enumerate(tried.items()):
-        yield from gaps_of(choice, inputs, name, folder / str(i), display)
+        try:
+            yield from gaps_of(choice, inputs, name, folder / str(i), display)
+        except Exception as error:  # what is measured already is worth telling
+            if name == AS_IS:
+                raise
+            yield Gap(name, f"did not run: {str(error).splitlines()[0]}")
 
 
 def gaps_of(recipe: Recipe, inputs: Inputs, name: str, folder: Path, display: Display) -> list[Gap]:
@@ -122,7 +134,9 @@ def show(gaps: Sequence[Gap]) -> None:
     for column in ("", "between", "mean", "max", "tokens"):
         table.add_column(column, justify="left" if column in ("", "between") else "right")
     for gap in gaps:
-        table.add_row(gap.source, gap.between, f"{gap.mean:.2e}", f"{gap.max:.2e}", f"{gap.tokens:,}")
+        known = gap.mean is not None and gap.max is not None
+        numbers = (f"{gap.mean:.2e}", f"{gap.max:.2e}", f"{gap.tokens:,}") if known else ("–", "–", "–")
+        table.add_row(gap.source, gap.between, *numbers)
     console = rich.console.Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
