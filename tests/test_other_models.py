@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from beam_rl.checkpoint_shapes import stored_names
 from beam_rl.errors import InputError
 from beam_rl.inputs import check_config, check_config_for
 from beam_rl.layout import check_layout
@@ -105,6 +106,24 @@ def test_a_checkpoint_that_the_model_has_no_place_for_is_refused(tmp_path: Path)
     save_file(more, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"has no place for model.layers.0.self_attn.sinks \(1 such"):
         Trainer(str(tmp_path / "model"), tiny.settings(), 0, 1, tiny.meeting_point())
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_the_same_weights_in_another_form_beside_the_checkpoint_are_no_part_of_it(
+    indexed: bool, tmp_path: Path
+) -> None:
+    folder, batch = tmp_path / "model", other.micro_batch([11, 7])
+    shutil.copytree(other.checkpoint("window"), folder)
+    stored = load_file(folder / "model.safetensors")
+    if indexed:
+        file = "model-00001-of-00001.safetensors"
+        (folder / "model.safetensors").rename(folder / file)
+        index = {"metadata": {}, "weight_map": dict.fromkeys(stored, file)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"layers.0.attention.wq.weight": torch.zeros(4)}, folder / "consolidated.safetensors")
+    assert stored_names(folder, config("window")) == stored.keys()
+    trainer = Trainer(str(folder), tiny.settings(), 0, 1, tiny.meeting_point())
+    np.testing.assert_array_equal(trainer.score([batch])[0].logp, other.trainer("window").score([batch])[0].logp)
 
 
 def test_a_rope_that_megatron_gets_wrong_is_refused(tmp_path: Path) -> None:
