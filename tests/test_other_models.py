@@ -28,7 +28,9 @@ from beam_rl.megatron.probe import probe
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.model_config import experts_of, layer_kinds
 from beam_rl.other_models import fitted, unadapted
+from beam_rl.parity.compare import Side, compare
 from beam_rl.parity.reference import Reference
+from beam_rl.parity.table import show
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Parallel
 from beam_rl.rollout.compat import knows_architecture
@@ -97,6 +99,17 @@ def test_parity_sees_the_log_probabilities_of_another_model() -> None:
     assert seen.keys() == {(None, "log_probabilities")}
     expected = whole.probe(tokens, None)[None, "log_probabilities"]
     np.testing.assert_allclose(seen[None, "log_probabilities"], expected, atol=BOUND)
+
+
+def test_an_agreement_of_routes_that_nobody_measured_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    sides = {name: Side({}, np.full(3, -1.0, np.float32)) for name in ("reference", "trainer", "engine")}
+    found = compare(sides, replayed=False, sublayer_bound=1e-5, logprob_mean_bound=1e-5)
+    assert found.within_bounds and '"route_agreement": null' in json.dumps(found.record())
+    show(found)
+    show(dataclasses.replace(found, route_agreement=0.5))
+    assert capsys.readouterr().out.count("choose the same experts in 50.00% of") == 1
+    show(found)
+    assert "choose the same experts" not in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_the_model_has_no_place_for_is_refused(tmp_path: Path) -> None:
