@@ -26,11 +26,12 @@ from beam_rl.layout import check_layout
 from beam_rl.megatron.compat import bridge_module
 from beam_rl.megatron.probe import probe
 from beam_rl.megatron.trainer import Trainer
-from beam_rl.model_config import experts_of, layer_kinds
+from beam_rl.model_config import experts_of, full_config, layer_kinds
 from beam_rl.other_models import fitted, unadapted
 from beam_rl.parity.compare import Side, compare
 from beam_rl.parity.reference import Reference
 from beam_rl.parity.table import show
+from beam_rl.policy import Policy
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Parallel
 from beam_rl.rollout.compat import knows_architecture
@@ -291,6 +292,25 @@ def test_replay_is_off_for_a_model_without_experts_and_says_so() -> None:
     off, notes = fitted(recipe, config("dense"))
     assert not off.rollout.routing_replay and "rollout.routing_replay is off" in notes[0]
     assert fitted(recipe, config("moe")) == (recipe, [])
+
+
+def test_what_a_config_leaves_out_is_what_its_models_class_says(tmp_path: Path) -> None:
+    short = config("glm")
+    assert short.pop("first_k_dense_replace") == 1  # the class's own
+    (tmp_path / "config.json").write_text(json.dumps(short))
+    kinds = ["dense", "sparse", "sparse", "sparse"]
+    assert layer_kinds(short) != kinds and layer_kinds(full_config(tmp_path)) == kinds
+    (place,) = Policy(load(RECIPES / "tiny_cpu.yaml"), tmp_path, tmp_path).places
+    assert len(place.moe_columns) == 3
+    (tmp_path / "config.json").write_text(json.dumps(short | {"hidden_size": "wide"}))
+    with pytest.raises(InputError, match="config.json: transformers can't read it") as refused:
+        full_config(tmp_path)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_beams_config_is_what_its_file_says() -> None:
+    written = json.loads((tiny.checkpoint() / "config.json").read_text())
+    assert full_config(tiny.checkpoint()) == written
 
 
 def test_layers_with_experts_are_read_from_each_familys_names() -> None:
