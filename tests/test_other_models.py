@@ -27,7 +27,7 @@ from beam_rl.megatron.compat import bridge_module
 from beam_rl.megatron.probe import probe
 from beam_rl.megatron.trainer import Trainer
 from beam_rl.model_config import experts_of, full_config, layer_kinds
-from beam_rl.other_models import fitted, unadapted
+from beam_rl.other_models import fitted, unadapted, unknown
 from beam_rl.parity.compare import Side, compare
 from beam_rl.parity.reference import Reference
 from beam_rl.parity.table import show
@@ -273,7 +273,12 @@ def test_an_adapter_that_finds_no_projections_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("architecture", "who"), [("GPT2LMHeadModel", "Megatron-Bridge"), ("KimiK2ForCausalLM", "vLLM")]
+    ("architecture", "who"),
+    [
+        ("GPT2LMHeadModel", "Megatron-Bridge"),
+        ("KimiK2ForCausalLM", "vLLM"),
+        *((name, "transformers") for name in ("BailingMoeV2ForCausalLM", "DeciLMForCausalLM", "MiMoForCausalLM")),
+    ],
 )
 def test_a_model_that_a_library_does_not_know_is_named(architecture: str, who: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config("moe") | {"architectures": [architecture]}))
@@ -281,10 +286,11 @@ def test_a_model_that_a_library_does_not_know_is_named(architecture: str, who: s
         check_config(tmp_path)
 
 
-def test_both_libraries_know_the_models_of_these_tests() -> None:
-    for kind in KINDS:
+def test_the_libraries_know_the_models_of_these_tests() -> None:
+    for kind in other.FAMILIES:
         (architecture,) = config(kind)["architectures"]
         assert bridge_module(architecture) and knows_architecture(architecture)
+        assert unknown(config(kind)) is None
 
 
 def test_replay_is_off_for_a_model_without_experts_and_says_so() -> None:
