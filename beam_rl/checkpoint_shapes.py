@@ -35,13 +35,26 @@ def stored_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
     the family's own code alone could say them without.
     """
     names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
+    for file in weight_files(folder):
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             names |= json.loads(opened.read(length)).keys() - {"__metadata__"}
     names -= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
     beyond = config["num_hidden_layers"]
     return {name for name in names if not ((found := LAYER.match(name)) and int(found[1]) >= beyond)}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, without others beside them that hold the same weights in another form.
+
+    Mistral's folders have such a `consolidated.safetensors`. vLLM goes by the index too.
+    """
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        return [
+            folder / name for name in sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        ]
+    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def is_fp32(name: str) -> bool:

@@ -1,14 +1,37 @@
 """What this project asks of a model's `config.json`, whoever made the model.
 
 Beam's own names for its parts (`mlp_layer_types`, `num_experts`, …) stand for every model: other families' names for the
-same are read here and nowhere else. Plain dictionaries: knows nothing about torch, Megatron or vLLM.
+same are read here and nowhere else. Plain dictionaries: knows nothing about torch, Megatron or vLLM, and asks transformers
+only for what a config.json leaves out.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from beam_rl.errors import InputError
 
 BEAM = "BeamForCausalLM"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # one number, as families call it
+
+
+def full_config(folder: Path) -> dict[str, Any]:
+    """The config.json in that folder, with what it leaves to the model's class, as trainer and engines see it.
+
+    Beam's own has every key that is read here, and comes as it is. InputError for one that transformers can't read.
+    """
+    config = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    if is_beam(config):
+        return config
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return dict(AutoConfig.from_pretrained(folder).to_dict())
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(f"{folder / 'config.json'}: transformers can't read it ({reason})") from None
 
 
 def is_beam(config: Mapping[str, Any]) -> bool:

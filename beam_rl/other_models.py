@@ -1,7 +1,7 @@
 """Models other than Beam: whether a recipe can train one, and what of Beam's switches itself off for it.
 
-A model trains if Megatron-Bridge builds it and vLLM serves it. Pure functions of the recipe and the model's config.json,
-but for a look at what the two installed libraries list.
+A model trains if Megatron-Bridge builds it, vLLM serves it and transformers, through which both read it, has its class.
+Pure functions of the recipe and the model's config.json, but for a look at what the installed libraries list.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from beam_rl.recipe.tree import Recipe
 
 
 def unknown(config: Mapping[str, Any]) -> str | None:
-    """Who of the two does not know the model; None: both do, or it is Beam."""
+    """Which library does not know the model; None: all do, or it is Beam."""
     if is_beam(config):
         return None
     from beam_rl.megatron.compat import bridge_module
@@ -28,6 +28,10 @@ def unknown(config: Mapping[str, Any]) -> str | None:
         return f"holds {named[0]}, which the installed Megatron-Bridge does not build as a plain GPT model"
     if not knows_architecture(named[0]):
         return f"holds {named[0]}, which the installed vLLM does not serve"
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as OWN
+
+    if named[0] not in OWN.values():
+        return f"holds {named[0]}, which the installed transformers has no class for; code from a checkpoint is not run"
     return None
 
 

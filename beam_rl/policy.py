@@ -3,7 +3,6 @@
 Splits a step's mini-batches over the data-parallel ranks, ships each micro-batch once, and reduces what comes back.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from beam_rl.files import folder_for
 from beam_rl.inputs import adapter_for, scheme_for, start_adapter
 from beam_rl.layout import cut_routes, even_out, pad, place_of, token_block
-from beam_rl.model_config import experts_of, layer_kinds
+from beam_rl.model_config import experts_of, full_config, layer_kinds
 from beam_rl.parity.record import Records
 from beam_rl.recipe.tree import Algorithm, Recipe
 from beam_rl.samples import MicroBatch, Sample, pack_one, plan_packs
@@ -254,7 +253,7 @@ class Policy:
     def __init__(self, recipe: Recipe, model_path: Path, logs: Path, seats: Seats | None = None) -> None:
         """logs: the folder for what the ranks print. seats: where they run; None: anywhere."""
         self.recipe, self.model_path, self.seats = recipe, model_path, seats
-        config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        config = full_config(model_path)
         self.num_experts = experts_of(config)
         parallel, kinds = recipe.trainer.parallel, layer_kinds(config)
         self.places = [place_of(rank, parallel, kinds) for rank in range(parallel.ranks)]

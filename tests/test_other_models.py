@@ -19,15 +19,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from beam_rl.checkpoint_shapes import stored_names
 from beam_rl.errors import InputError
 from beam_rl.inputs import check_config, check_config_for
 from beam_rl.layout import check_layout
 from beam_rl.megatron.compat import bridge_module
 from beam_rl.megatron.probe import probe
 from beam_rl.megatron.trainer import Trainer
-from beam_rl.model_config import experts_of, layer_kinds
-from beam_rl.other_models import fitted, unadapted
+from beam_rl.model_config import experts_of, full_config, layer_kinds
+from beam_rl.other_models import fitted, unadapted, unknown
+from beam_rl.parity.compare import Side, compare
 from beam_rl.parity.reference import Reference
+from beam_rl.parity.table import show
+from beam_rl.policy import Policy
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Parallel
 from beam_rl.rollout.compat import knows_architecture
@@ -98,6 +102,17 @@ def test_parity_sees_the_log_probabilities_of_another_model() -> None:
     np.testing.assert_allclose(seen[None, "log_probabilities"], expected, atol=BOUND)
 
 
+def test_an_agreement_of_routes_that_nobody_measured_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    sides = {name: Side({}, np.full(3, -1.0, np.float32)) for name in ("reference", "trainer", "engine")}
+    found = compare(sides, replayed=False, sublayer_bound=1e-5, logprob_mean_bound=1e-5)
+    assert found.within_bounds and '"route_agreement": null' in json.dumps(found.record())
+    show(found)
+    show(dataclasses.replace(found, route_agreement=0.5))
+    assert capsys.readouterr().out.count("choose the same experts in 50.00% of") == 1
+    show(found)
+    assert "choose the same experts" not in capsys.readouterr().out
+
+
 def test_a_checkpoint_that_the_model_has_no_place_for_is_refused(tmp_path: Path) -> None:
     shutil.copytree(other.checkpoint("dense"), tmp_path / "model")
     stored = load_file(tmp_path / "model" / "model.safetensors")
@@ -105,6 +120,24 @@ def test_a_checkpoint_that_the_model_has_no_place_for_is_refused(tmp_path: Path)
     save_file(more, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"has no place for model.layers.0.self_attn.sinks \(1 such"):
         Trainer(str(tmp_path / "model"), tiny.settings(), 0, 1, tiny.meeting_point())
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_the_same_weights_in_another_form_beside_the_checkpoint_are_no_part_of_it(
+    indexed: bool, tmp_path: Path
+) -> None:
+    folder, batch = tmp_path / "model", other.micro_batch([11, 7])
+    shutil.copytree(other.checkpoint("window"), folder)
+    stored = load_file(folder / "model.safetensors")
+    if indexed:
+        file = "model-00001-of-00001.safetensors"
+        (folder / "model.safetensors").rename(folder / file)
+        index = {"metadata": {}, "weight_map": dict.fromkeys(stored, file)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"layers.0.attention.wq.weight": torch.zeros(4)}, folder / "consolidated.safetensors")
+    assert stored_names(folder, config("window")) == stored.keys()
+    trainer = Trainer(str(folder), tiny.settings(), 0, 1, tiny.meeting_point())
+    np.testing.assert_array_equal(trainer.score([batch])[0].logp, other.trainer("window").score([batch])[0].logp)
 
 
 def test_a_rope_that_megatron_gets_wrong_is_refused(tmp_path: Path) -> None:
@@ -240,7 +273,12 @@ def test_an_adapter_that_finds_no_projections_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("architecture", "who"), [("GPT2LMHeadModel", "Megatron-Bridge"), ("KimiK2ForCausalLM", "vLLM")]
+    ("architecture", "who"),
+    [
+        ("GPT2LMHeadModel", "Megatron-Bridge"),
+        ("KimiK2ForCausalLM", "vLLM"),
+        *((name, "transformers") for name in ("BailingMoeV2ForCausalLM", "DeciLMForCausalLM", "MiMoForCausalLM")),
+    ],
 )
 def test_a_model_that_a_library_does_not_know_is_named(architecture: str, who: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config("moe") | {"architectures": [architecture]}))
@@ -248,10 +286,11 @@ def test_a_model_that_a_library_does_not_know_is_named(architecture: str, who: s
         check_config(tmp_path)
 
 
-def test_both_libraries_know_the_models_of_these_tests() -> None:
-    for kind in KINDS:
+def test_the_libraries_know_the_models_of_these_tests() -> None:
+    for kind in other.FAMILIES:
         (architecture,) = config(kind)["architectures"]
         assert bridge_module(architecture) and knows_architecture(architecture)
+        assert unknown(config(kind)) is None
 
 
 def test_replay_is_off_for_a_model_without_experts_and_says_so() -> None:
@@ -259,6 +298,25 @@ def test_replay_is_off_for_a_model_without_experts_and_says_so() -> None:
     off, notes = fitted(recipe, config("dense"))
     assert not off.rollout.routing_replay and "rollout.routing_replay is off" in notes[0]
     assert fitted(recipe, config("moe")) == (recipe, [])
+
+
+def test_what_a_config_leaves_out_is_what_its_models_class_says(tmp_path: Path) -> None:
+    short = config("glm")
+    assert short.pop("first_k_dense_replace") == 1  # the class's own
+    (tmp_path / "config.json").write_text(json.dumps(short))
+    kinds = ["dense", "sparse", "sparse", "sparse"]
+    assert layer_kinds(short) != kinds and layer_kinds(full_config(tmp_path)) == kinds
+    (place,) = Policy(load(RECIPES / "tiny_cpu.yaml"), tmp_path, tmp_path).places
+    assert len(place.moe_columns) == 3
+    (tmp_path / "config.json").write_text(json.dumps(short | {"hidden_size": "wide"}))
+    with pytest.raises(InputError, match="config.json: transformers can't read it") as refused:
+        full_config(tmp_path)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_beams_config_is_what_its_file_says() -> None:
+    written = json.loads((tiny.checkpoint() / "config.json").read_text())
+    assert full_config(tiny.checkpoint()) == written
 
 
 def test_layers_with_experts_are_read_from_each_familys_names() -> None:

@@ -95,6 +95,14 @@ def test_other_versions_are_refused_in_one_sentence(other: str) -> None:
         compat.check_version(other)
 
 
+@pytest.mark.parametrize("typed", ["", ": dict[str, tuple[str, str]]"])
+def test_vllms_list_of_models_is_read_with_a_type_or_without(typed: str) -> None:
+    source = f"OTHER = 1\nMODELS{typed} = {{'A': ('a', 'A'), **MORE, 'B': ('b', 'B')}}"
+    assert compat.keys_of("MODELS", source) == {"A", "B"}
+    with pytest.raises(RuntimeError, match="has no OTHER to read"):
+        compat.keys_of("OTHER", source)
+
+
 def test_vllms_heads_still_keep_a_packed_copy_on_a_cpu() -> None:
     """When this fails, `compat.keep_all_plain` need not touch heads: one that shares the embedding's weight follows it."""
     spec = find_spec("vllm")

@@ -56,7 +56,7 @@ class Comparison:
     gaps: dict[str, Gap]
     errors: dict[str, dict[Place, float]]  # by pair, in the order of computation
     departures: dict[str, Departure | None]  # by pair: the first sub-layer whose inputs don't explain its error
-    route_agreement: float
+    route_agreement: float | None  # None: of no pair of routers known
     sublayer_bound: float
     logprob_mean_bound: float
 
@@ -73,7 +73,7 @@ class Comparison:
         return not any(self.departures.values())
 
     def record(self) -> dict[str, object]:
-        """The object that `beam-rl parity --json` prints; a number that is not finite becomes null."""
+        """The object that `beam-rl parity --json` prints; null: a number that is not finite, or that nobody measured."""
         first = self.first_departure
         return {
             "pairs": {pair: {"mean": _number(gap.mean), "max": _number(gap.max)} for pair, gap in self.gaps.items()},
@@ -160,11 +160,11 @@ def tied(layer: int | None, a: Records, b: Records, reference: Records) -> NDArr
     return reference[layer, MARGIN][:, 0] <= moved + TIE_ROUNDING
 
 
-def route_agreement(a: Records, b: Records) -> float:
-    """Share of (token, sparse layer) pairs whose two routers, left alone, choose the same experts; 1 without any."""
+def route_agreement(a: Records, b: Records) -> float | None:
+    """Share of (token, sparse layer) pairs whose two routers, left alone, choose the same experts; None without any."""
     places = [place for place in a.keys() & b.keys() if place[1] == "experts"]
     same = [~different_sets(a[place], b[place]) for place in places]
-    return float(np.mean(same)) if same else 1.0
+    return float(np.mean(same)) if same else None
 
 
 def ordered(places: Sequence[Place] | set[Place]) -> list[Place]:
@@ -231,5 +231,5 @@ def inputs(place: Place, known: Mapping[Place, float]) -> list[Place]:
     return found + [stream] if name in ("input_norm", "residual_attention") else found
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

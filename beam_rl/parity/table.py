@@ -19,8 +19,10 @@ def show(comparison: Comparison, console: rich.console.Console | None = None) ->
         if not console.is_terminal:
             console.width = PLAIN_WIDTH
     _print(console, "log-probabilities of the sampled tokens", pairs_table(comparison))
-    agreement = f"{comparison.route_agreement:.2%}"
-    console.print(f"trainer's and engine's routers choose the same experts in {agreement} of (token, layer) pairs\n")
+    if (agreement := comparison.route_agreement) is not None:
+        console.print(
+            f"trainer's and engine's routers choose the same experts in {agreement:.2%} of (token, layer) pairs\n"
+        )
     if any(comparison.errors.values()):
         _print(console, "largest relative error of each layer; * where a pair first departs", layers_table(comparison))
     else:

@@ -45,13 +45,17 @@ def knows_architecture(architecture: str) -> bool:
     if spec is None or spec.origin is None:
         return False
     registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
-    (models,) = (
-        node.value
-        for node in ast.parse(registry.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_TEXT_GENERATION_MODELS"
-    )
-    assert isinstance(models, ast.Dict)
-    return architecture in {key.value for key in models.keys if isinstance(key, ast.Constant)}
+    return architecture in keys_of("_TEXT_GENERATION_MODELS", registry.read_text(encoding="utf-8"))
+
+
+def keys_of(name: str, source: str) -> set[Any]:
+    """The constants among the keys of the dictionary that a module assigns to `name`, with a type or without."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if name in map(ast.unparse, targets):
+                return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+    raise RuntimeError(f"vLLM's registry of models has no {name} to read")
 
 
 def has_native_beam() -> bool:

@@ -121,7 +121,7 @@ class PlainExperts(RoutedExperts):
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         if quant_config is not None:
-            raise ValueError("quantized experts need a GPU: vLLM's native Beam")
+            raise ValueError("quantized experts can't run on a CPU; they need a GPU")
         if moe_config.activation.value != "silu" or moe_config.has_bias:
             raise ValueError(
                 f"experts on a CPU are SwiGLU without biases; this model's are {moe_config.activation.value}"
