@@ -16,7 +16,7 @@ from beam_rl.environments.frame import Frame, find_frame
 from beam_rl.errors import InputError
 from beam_rl.layout import check_layout
 from beam_rl.lora import Adapter, adapter_of, targets_in
-from beam_rl.model_config import experts_of, is_beam
+from beam_rl.model_config import experts_of, full_config, is_beam
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.other_models import fitted, refusals, unadapted, unknown
 from beam_rl.recipe.tree import DataSource, Recipe
@@ -191,7 +191,7 @@ def check_config(path: Path) -> dict[str, Any]:
     for key, wanted in UNSUPPORTED.items() if is_beam(config) else ():
         if config.get(key, wanted) != wanted:
             raise InputError(f"{file}: {key} = {config[key]}: only {wanted} is supported")
-    return config
+    return full_config(path)
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 def adapter_for(recipe: Recipe, model_path: Path) -> Adapter | None:
     """The adapter that the recipe trains on that checkpoint; InputError if its rank does not fit, None for all weights."""
-    return _adapter(recipe, json.loads((model_path / "config.json").read_text(encoding="utf-8")))
+    return _adapter(recipe, full_config(model_path))
 
 
 def _adapter(recipe: Recipe, config: dict[str, Any]) -> Adapter | None:
@@ -260,8 +260,7 @@ def check_start_adapter(recipe: Recipe, model_path: Path) -> None:
     """InputError if the recipe starts from an adapter that isn't one for this model."""
     adapter, folder = adapter_for(recipe, model_path), start_adapter(recipe)
     if adapter and folder:
-        config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
-        read_adapter(Path(folder), adapter, config, model_path)
+        read_adapter(Path(folder), adapter, full_config(model_path), model_path)
 
 
 def check_length(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:

@@ -48,7 +48,7 @@ parity/mismatch_kl
 replay/rows replay/missing_rows replay/route_agreement sync/seconds sync/bytes sync/version sync/buckets time/step_s
 time/generate_s time/verify_s time/score_s time/update_s time/sync_s time/save_s time/write_s time/eval_s
 time/hold_s time/turn_s time/idle_s rollout/continued rollout/engine_restarts rollout/redone turn/bytes turn/seconds
-rollout/drafted rollout/draft_acceptance
+rollout/drafted rollout/draft_acceptance rollout/turns_mean rollout/environment_s rollout/environment_failures
 rollout/tokens rollout/tokens_per_s rollout/truncated rollout/staleness sampling/dropped_groups verifier/timeouts
 verifier/errors loss/policy loss/clip_fraction loss/entropy loss/kl optim/grad_norm optim/router_grad_norm
 optim/skipped_updates optim/lr memory/gpu_peak_bytes memory/host_peak_bytes nvme/read_bytes nvme/write_bytes

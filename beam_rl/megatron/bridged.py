@@ -20,7 +20,6 @@ from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.gpt_provider import default_layer_spec
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -94,7 +93,7 @@ class BridgedCheckpoint:
         self.config = AutoConfig.from_pretrained(path)
         importlib.import_module(module)
         self._bridge = AutoBridge.from_hf_pretrained(path)
-        compat.amend(type(self._bridge._model_bridge))
+        compat.amend(self._bridge)
 
     @property
     def softcap(self) -> float | None:
@@ -159,7 +158,7 @@ class BridgedCheckpoint:
 
     def build(self, config: Any, place: Place) -> list[GPTModel]:
         """This rank's part of the model, weights not initialized: one chunk, or one for each virtual stage."""
-        config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        compat.use_groups(config)
         try:
             chunks = [config.provide(*ends, vp_stage=stage) for stage, *ends in pipeline_ends(config)]
         except ForeignLayer as error:

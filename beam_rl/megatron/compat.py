@@ -113,8 +113,16 @@ def _registered(tree: ast.Module) -> set[str]:
     return found
 
 
-def amend(bridge: Any) -> None:
-    """Has one of Bridge's bridge classes write no progress bars, for a trainer among many has no terminal, and know the
+def use_groups(provider: Any) -> None:
+    """Has one of Bridge's model providers build for the groups of ranks that Megatron knows; only its own `initialize`
+    would tell it."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+
+
+def amend(auto_bridge: Any) -> None:
+    """Has an AutoBridge's class of bridge write no progress bars, for a trainer among many has no terminal, and know the
     names of experts that are computed one by one, as without Transformer Engine: many families lack them."""
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
     from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
@@ -133,6 +141,7 @@ def amend(bridge: Any) -> None:
         added = [one for m in grouped if (one := single(m)) is not None]
         return MegatronMappingRegistry(*known, *added)
 
+    bridge: Any = type(auto_bridge._model_bridge)
     if hasattr(bridge, "amended"):
         return
     listed, bridge.amended = bridge.mapping_registry, True

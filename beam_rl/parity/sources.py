@@ -4,7 +4,6 @@ What the recipe can choose is run again with the other choice, trainer and engin
 the responses of the first run. Knows nothing about Megatron or vLLM beyond their handles.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from beam_rl.cluster import Cluster
 from beam_rl.inputs import Inputs, check_config_for
+from beam_rl.model_config import full_config
 from beam_rl.other_models import fitted
 from beam_rl.parity.check import response_logp, sample, token_ids
 from beam_rl.recipe.load import overridden, parse
@@ -53,7 +53,7 @@ def sources(recipe: Recipe, inputs: Inputs, others: Sequence[str], folder: Path,
     Raises:
         InputError: a choice that is no recipe for this model, before anything is measured.
     """
-    config = json.loads((inputs.model_path / "config.json").read_text(encoding="utf-8"))
+    config = full_config(inputs.model_path)
     tried = {AS_IS: recipe}
     for name, overrides in (CHOICES | {other: other.split() for other in others}).items():
         other, _ = fitted(parse(overridden(recipe.model_dump(mode="json"), overrides)), config)
