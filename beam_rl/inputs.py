@@ -16,7 +16,7 @@ from beam_rl.environments.frame import Frame, find_frame
 from beam_rl.errors import InputError
 from beam_rl.layout import check_layout
 from beam_rl.lora import Adapter, adapter_of, targets_in
-from beam_rl.model_config import experts_of, full_config, is_beam
+from beam_rl.model_config import experts_of, full_config, is_beam, with_defaults
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.other_models import fitted, refusals, unadapted, unknown
 from beam_rl.recipe.tree import DataSource, Recipe
@@ -111,7 +111,8 @@ def engine_model(recipe: Recipe, model_path: Path) -> Path:
     if name is None:
         return model_path
     folder = _folder(name, "rollout.checkpoint")
-    here, there = (_defaults_filled_in(path) for path in (model_path, folder))
+    # With defaults filled in: a quantizer may have written out what was left to them.
+    here, there = (with_defaults(path) for path in (model_path, folder))
     for key in sorted({*here, *there} - FORM):
         if here.get(key) != there.get(key):
             raise InputError(
@@ -119,14 +120,6 @@ def engine_model(recipe: Recipe, model_path: Path) -> Path:
                 f"{there.get(key)}, there it is {here.get(key)}"
             )
     return folder
-
-
-def _defaults_filled_in(folder: Path) -> dict[str, Any]:
-    """config.json as transformers reads it: a quantizer may have written out what was left to its default."""
-    from transformers import AutoConfig
-
-    _config(folder / "config.json")
-    return dict(AutoConfig.from_pretrained(folder).to_dict())
 
 
 def _folder(name: str, key: str, revision: str | None = None) -> Path:

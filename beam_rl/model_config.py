@@ -22,8 +22,11 @@ def full_config(folder: Path) -> dict[str, Any]:
     Beam's own has every key that is read here, and comes as it is. InputError for one that transformers can't read.
     """
     config = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    if is_beam(config):
-        return config
+    return config if is_beam(config) else with_defaults(folder)
+
+
+def with_defaults(folder: Path) -> dict[str, Any]:
+    """The config.json in that folder as transformers reads it. InputError where it can't."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

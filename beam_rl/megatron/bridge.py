@@ -29,6 +29,7 @@ from transformers import AutoConfig
 from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.errors import InputError
 from beam_rl.layout import Place
+from beam_rl.megatron.family import base_tensors
 from beam_rl.megatron.model import BeamConfig, BeamModel, build_chunks, build_model, config_from_hf
 from beam_rl.mxfp8.scheme import Scheme
 
@@ -191,15 +192,8 @@ class BeamCheckpoint:
         SafetensorsFolder(self.folder).read_into((target.tensor, target.slices) for target in targets)
 
     def tensors_of(self, chunks: Sequence[BeamModel]) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors under this checkpoint's names; every rank gets them all, one after the other.
-
-        An adapter on the model is no part of them.
-        """
-        export = self._bridge.export_hf_weights(
-            list(chunks), cpu=False, show_progress=False, merge_adapter_weights=False
-        )
-        for name, tensor in export:
-            yield name.replace(".base_layer.", "."), tensor  # Bridge's name for a weight that has an adapter
+        """See `Family`."""
+        return base_tensors(self._bridge, chunks)
 
 
 def read_config(folder: Path) -> Any:

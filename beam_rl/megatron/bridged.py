@@ -32,6 +32,7 @@ from beam_rl.errors import InputError
 from beam_rl.layout import Place
 from beam_rl.megatron import compat
 from beam_rl.megatron.attention import SdpaCore
+from beam_rl.megatron.family import base_tensors
 from beam_rl.megatron.model import pipeline_ends, runtime_fields
 from beam_rl.megatron.replay import ForeignLayer, ReplayLayer, replaying
 from beam_rl.model_config import architectures, layer_kinds
@@ -198,15 +199,8 @@ class BridgedCheckpoint:
             self._bridge.load_hf_weights(list(chunks))
 
     def tensors_of(self, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors under this checkpoint's names; every rank gets them all, one after the other.
-
-        An adapter on the model is no part of them.
-        """
-        export = self._bridge.export_hf_weights(
-            list(chunks), cpu=False, show_progress=False, merge_adapter_weights=False
-        )
-        for name, tensor in export:
-            yield name.replace(".base_layer.", "."), tensor  # Bridge's name for a weight that has an adapter
+        """See `Family`."""
+        return base_tensors(self._bridge, chunks)
 
 
 def _spec(original: Any, config: Any, vp_stage: int | None = None) -> Spec:

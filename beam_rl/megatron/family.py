@@ -57,6 +57,13 @@ def open_family(path: str) -> Family:
     return BridgedCheckpoint(path)
 
 
+def base_tensors(bridge: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """What `Family.tensors_of` gives, by Bridge's AutoBridge; an adapter on the model is no part of them."""
+    export = bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False, merge_adapter_weights=False)
+    for name, tensor in export:
+        yield name.replace(".base_layer.", "."), tensor  # Bridge's name for a weight that has an adapter
+
+
 def head_of(chunk: Any) -> Tensor:
     """(vocabulary, hidden) the head's weight of the last stage, which is the embedding's where they are tied."""
     if chunk.share_embeddings_and_output_weights:

@@ -23,6 +23,7 @@ from beam_rl.recipe.load import overridden, parse
 from beam_rl.recipe.tree import Recipe
 from beam_rl.samples import Sample
 from beam_rl.step import Display
+from beam_rl.verifiers.worker import one_line
 
 WIDTH = 120  # columns where there is no terminal to ask
 AS_IS = "as the recipe says"
@@ -66,7 +67,7 @@ def sources(recipe: Recipe, inputs: Inputs, others: Sequence[str], folder: Path,
         except Exception as error:  # what is measured already is worth telling
             if name == AS_IS:
                 raise
-            yield Gap(name, f"did not run: {str(error).splitlines()[0]}")
+            yield Gap(name, f"did not run: {one_line(error)}")
 
 
 def gaps_of(recipe: Recipe, inputs: Inputs, name: str, folder: Path, display: Display) -> list[Gap]:
