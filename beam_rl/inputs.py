@@ -16,7 +16,7 @@ from beam_rl.environments.frame import Frame, find_frame
 from beam_rl.errors import InputError
 from beam_rl.layout import check_layout
 from beam_rl.lora import Adapter, adapter_of, targets_in
-from beam_rl.model_config import experts_of, full_config, is_beam, with_defaults
+from beam_rl.model_config import experts_of, full_config, is_beam, named_as_beams, with_defaults
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.other_models import fitted, refusals, unadapted, unknown
 from beam_rl.recipe.tree import DataSource, Recipe
@@ -62,6 +62,7 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     engine_model(recipe, path)
     if problem := unadapted(adapter_for(recipe, path), config, path):
         raise InputError(problem)
+    check_built(recipe, path, config)
     recipe, switched_off = fitted(recipe, config)
     from transformers import AutoTokenizer
 
@@ -241,6 +242,18 @@ def check_config_for(recipe: Recipe, config: dict[str, Any]) -> tuple[Adapter | 
     for problem in (*check_layout(config, recipe.trainer.parallel, adapter), *check_length(config, recipe)):
         raise InputError(problem)
     return adapter, scheme
+
+
+def check_built(recipe: Recipe, model_path: Path, config: dict[str, Any]) -> None:
+    """InputError for what a trainer of another model than Beam would find out once it has built it, such as its RoPE."""
+    if is_beam(config):
+        return
+    from beam_rl.doctor import find_gpus
+    from beam_rl.plan.model_shapes import Whose, check_buildable
+
+    whose = Whose(named_as_beams(config), recipe.trainer.dtype, _adapter(recipe, config), model_path)
+    may_have_gpus = recipe.cluster.gpu is not None or recipe.cluster.address != "local"
+    check_buildable(whose, recipe.trainer.parallel, may_have_gpus or bool(find_gpus()))
 
 
 def start_adapter(recipe: Recipe) -> str | None:

@@ -16,12 +16,13 @@ import torch
 from other_tiny import Layout
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from test_cli import refused
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from beam_rl.checkpoint_shapes import stored_names
 from beam_rl.errors import InputError
-from beam_rl.inputs import check_config, check_config_for
+from beam_rl.inputs import check_built, check_config, check_config_for
 from beam_rl.layout import check_layout
 from beam_rl.megatron.compat import bridge_module
 from beam_rl.megatron.probe import probe
@@ -31,6 +32,7 @@ from beam_rl.other_models import fitted, unadapted, unknown
 from beam_rl.parity.compare import Side, compare
 from beam_rl.parity.reference import Reference
 from beam_rl.parity.table import show
+from beam_rl.plan import command as plan_command
 from beam_rl.policy import Policy
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Parallel
@@ -118,8 +120,11 @@ def test_a_checkpoint_that_the_model_has_no_place_for_is_refused(tmp_path: Path)
     stored = load_file(tmp_path / "model" / "model.safetensors")
     more = stored | {"model.layers.0.self_attn.sinks": torch.zeros(4), "model.layers.4.enorm.weight": torch.zeros(4)}
     save_file(more, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"has no place for model.layers.0.self_attn.sinks \(1 such"):
+    problem = r"has no place for model.layers.0.self_attn.sinks \(1 such"
+    with pytest.raises(InputError, match=problem):
         Trainer(str(tmp_path / "model"), tiny.settings(), 0, 1, tiny.meeting_point())
+    with pytest.raises(InputError, match=problem):
+        check_as_a_run_does(tmp_path / "model")
 
 
 @pytest.mark.parametrize("indexed", [False, True])
@@ -147,6 +152,36 @@ def test_a_rope_that_megatron_gets_wrong_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
     with pytest.raises(InputError, match="its RoPE is llama3"):
         Trainer(str(tmp_path / "model"), tiny.settings(), 0, 1, tiny.meeting_point())
+    overrides = [f"model.path={tmp_path / 'model'}", f"data.train.path={tmp_path / 'model' / 'train.jsonl'}"]
+    line = refused("train", RECIPES / "tiny_cpu.yaml", *overrides, "--out", tmp_path / "run")
+    assert "its RoPE is llama3 with parameters" in line and not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match="its RoPE is llama3"):
+        plan_command.show_for(load(RECIPES / "tiny_cpu.yaml", overrides))  # the dry run
+
+
+def test_a_run_looks_for_the_tensors_of_every_expert(tmp_path: Path) -> None:
+    check_as_a_run_does(other.checkpoint("moe"))
+    shutil.copytree(other.checkpoint("moe"), tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    del stored["model.layers.2.mlp.experts.5.up_proj.weight"]
+    save_file(stored, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"the checkpoint lacks model.layers.2.mlp.experts.5.up_proj.weight \(1 such"):
+        check_as_a_run_does(tmp_path / "model")
+
+
+def check_as_a_run_does(folder: Path) -> None:
+    """In a layout of more than one rank."""
+    overrides = ["trainer.parallel.tp=2", "trainer.parallel.sp=true", "trainer.parallel.pp=2"]
+    check_built(load(RECIPES / "tiny_cpu.yaml", overrides), folder, full_config(folder))
+
+
+def test_what_a_gpu_may_do_is_not_refused_where_there_may_be_one(tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_experts=4)
+    OlmoeConfig(**settings, num_attention_heads=4, architectures=["OlmoeForCausalLM"]).save_pretrained(tmp_path)
+    recipe = load(RECIPES / "tiny_cpu.yaml")
+    with pytest.raises(InputError, match="need Transformer Engine and so a GPU"):
+        check_built(recipe, tmp_path, full_config(tmp_path))
+    check_built(load(RECIPES / "tiny_cpu.yaml", ["cluster.gpu=H200"]), tmp_path, full_config(tmp_path))
 
 
 def test_an_export_is_what_transformers_loads(learner: tuple[str, Trainer], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ way of training is switched off: balancing losses, token dropping, dropout. Know
 
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,10 @@ UNBALANCED: dict[str, Any] = dict(
 
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # Megatron's
+
+
+class UnlikeOnGpu(InputError):
+    """Of the model as it is built without Transformer Engine: with it, on a GPU, it may do."""
 
 
 class RMSNorm(nn.Module):
@@ -125,7 +129,7 @@ class BridgedCheckpoint:
             return made_by
         own = provider.multi_latent_attention or provider.layernorm_zero_centered_gamma
         if not plain or own or provider.normalization != "RMSNorm":
-            raise InputError(
+            raise UnlikeOnGpu(
                 f"model.path = {self.folder}: {self.architecture} has layers in Megatron-Bridge that need Transformer "
                 "Engine and so a GPU"
             )
@@ -167,7 +171,6 @@ class BridgedCheckpoint:
                 f"model.path = {self.folder}: {self.architecture} has in Megatron-Bridge {error}, whose choice of experts "
                 "can't be replayed here"
             ) from None
-        self._check_names(chunks)
         sparse = [i for i, kind in enumerate(layer_kinds(self.config.to_dict())) if kind == "sparse"]
         here = [sparse[column] for column in place.moe_columns]
         for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
@@ -176,27 +179,38 @@ class BridgedCheckpoint:
                 layer.mlp.router.frozen_expert_bias = True  # no gradient trains it, and none is here to balance
         return chunks
 
-    def _check_names(self, chunks: Sequence[GPTModel]) -> None:
-        """The ranks together have a place for every tensor of the checkpoint, which has one for every parameter."""
-        tasks = self._bridge.get_conversion_tasks(list(chunks))
-        where = f"model.path = {self.folder}: {self.architecture}"
-        if unnamed := tasks.count(None):
-            raise InputError(f"{where} has {unnamed} parameters here that Megatron-Bridge knows no tensors for")
-        named = [task.mapping.hf_param for task in tasks]
-        here = {name for names in named for name in ([names] if isinstance(names, str) else names.values())}
+    def load_into(self, chunks: Sequence[GPTModel]) -> None:
+        """Fills the model from the checkpoint; all ranks call it. InputError as from `check_names`."""
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, here)  # a rank's tasks are of its own experts
-        held = set().union(*everywhere)
+        dist.all_gather_object(everywhere, self.names_of(chunks))
+        self.check_names(set().union(*everywhere))
+        with torch.no_grad():
+            self._bridge.load_hf_weights(list(chunks))
+
+    def names_of(self, chunks: Sequence[GPTModel]) -> set[str]:
+        """The checkpoint's names of what this rank holds. InputError for a parameter that has none."""
+        tasks = self._bridge.get_conversion_tasks(list(chunks))  # of a rank's own experts
+        if unnamed := tasks.count(None):
+            raise UnlikeOnGpu(
+                f"model.path = {self.folder}: {self.architecture} has {unnamed} parameters here that Megatron-Bridge knows "
+                "no tensors for"
+            )
+        named = [task.mapping.hf_param for task in tasks]
+        return {name for names in named for name in ([names] if isinstance(names, str) else names.values())}
+
+    def check_names(self, held: Set[str]) -> None:
+        """InputError unless the model has a place for every tensor of the checkpoint, and that one for every parameter.
+
+        held: the names of all ranks together.
+        """
         stored = stored_names(self.folder, self.config.to_dict())
         for what, names in (("has no place for", stored - held), ("lacks", held - stored)):
             if names:
                 whose = "the model that Megatron-Bridge builds of it" if what != "lacks" else "the checkpoint"
-                raise InputError(f"{where}: {whose} {what} {min(names)} ({len(names)} such tensors)")
-
-    def load_into(self, chunks: Sequence[GPTModel]) -> None:
-        """Fills the model from the checkpoint; all ranks call it."""
-        with torch.no_grad():
-            self._bridge.load_hf_weights(list(chunks))
+                raise InputError(
+                    f"model.path = {self.folder}: {self.architecture}: {whose} {what} {min(names)} ({len(names)} such "
+                    "tensors)"
+                )
 
     def tensors_of(self, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
         """See `Family`."""

@@ -19,7 +19,7 @@ from beam_rl.plan.description import Description, describe
 from beam_rl.plan.engine_memory import EngineShape, engine_shape, in_another_form
 from beam_rl.plan.hardware import Hardware, find, read_table
 from beam_rl.plan.memory import SIZE, OptimizerKind, Replicas
-from beam_rl.plan.model_shapes import RankShape, rank_shapes
+from beam_rl.plan.model_shapes import RankShape, Whose, rank_shapes
 from beam_rl.plan.work import Work, work_of
 from beam_rl.recipe.tree import Recipe
 
@@ -40,6 +40,10 @@ class Case:
     @property
     def config(self) -> dict[str, Any]:
         return self.model.config
+
+    @property
+    def whose(self) -> Whose:
+        return Whose(self.config, self.recipe.trainer.dtype, self.adapter, self.model.folder)
 
     @property
     def placement(self) -> Placement:
@@ -119,13 +123,14 @@ class Case:
 def case_of(recipe: Recipe) -> Case:
     """Looks up the machine, counts the model, seats ranks and engines. InputError for what can't be at all."""
     model = describe(recipe)
+    adapter, scheme = check_config_for(recipe, model.config)
+    shapes = rank_shapes(Whose(model.config, recipe.trainer.dtype, adapter, model.folder), recipe.trainer.parallel)
     if not is_beam(model.config):
         raise InputError(
             f"model.path = {recipe.model.path}: holds {architectures(model.config)[0]}, and plans are of Beam alone"
         )
-    adapter, scheme = check_config_for(recipe, model.config)
     machine, on_gpus = machine_of(recipe)
-    parallel, r = recipe.trainer.parallel, recipe.rollout
+    r = recipe.rollout
     kv_in_fp8 = str(r.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8")
     engine = engine_shape(
         model.config,
@@ -140,7 +145,6 @@ def case_of(recipe: Recipe) -> Case:
     if r.checkpoint and Path(r.checkpoint).is_dir():  # one that is still on the hub counts as if it were BF16
         engine = in_another_form(engine, model.config, SIZE[recipe.trainer.dtype], Path(r.checkpoint))
     shelves, nodes = seat(recipe, machine, on_gpus)
-    shapes = rank_shapes(model.config, parallel, recipe.trainer.dtype, adapter)
     return Case(recipe, model, adapter, scheme, machine, on_gpus, nodes, shelves, shapes, engine)
 
 

@@ -63,14 +63,20 @@ def run(
 
 
 def show_for(recipe: "Recipe") -> None:
-    """The plan on stderr, for `train --dry-run`; a line where there can't be one, as of a model that is not there yet."""
+    """The plan on stderr, for `train --dry-run`; a line where there can't be one, as of a model that is not there yet.
+
+    InputError for a model that the trainer would refuse.
+    """
     from rich.console import Console
 
     from beam_rl.plan import table
+    from beam_rl.plan.model_shapes import Unbuildable
     from beam_rl.plan.plan import make_plan
 
     try:
         plan = make_plan(recipe)
+    except Unbuildable:
+        raise
     except InputError as error:
         print(f"no plan: {error}", file=sys.stderr)
         return

@@ -11,6 +11,7 @@ from typing import Any
 
 from beam_rl.errors import InputError
 from beam_rl.inputs import check_config
+from beam_rl.model_config import is_beam, named_as_beams
 from beam_rl.recipe.tree import Recipe
 
 BEAM_501B = "reflection/Beam-1.0-501B-A23B"
@@ -19,8 +20,9 @@ BEAM_501B_POSITIONS = 2**20  # transformers' default is shorter than the publish
 
 @dataclass(frozen=True)
 class Description:
-    config: dict[str, Any]  # as config.json has it
+    config: dict[str, Any]  # as config.json has it, with Beam's names
     source: str  # where it comes from, for people
+    folder: Path | None = None  # of another model than Beam: where its config.json is
 
 
 def describe(recipe: Recipe) -> Description:
@@ -33,7 +35,7 @@ def describe(recipe: Recipe) -> Description:
 
         return Description(_plain(tiny_config(SIZES[name])), f"the {name} Beam")
     if Path(name).is_dir():
-        return Description(check_config(Path(name)), str(Path(name).resolve() / "config.json"))
+        return _of_folder(Path(name).resolve(), str(Path(name).resolve() / "config.json"))
     if os.sep in name and (name.startswith((".", os.sep)) or name.count("/") > 1):
         raise InputError(f"model.path = {name}: no such folder")
     return _from_hub(name, recipe.model.revision)
@@ -52,7 +54,12 @@ def _from_hub(name: str, revision: str | None) -> Description:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"model.path = {name}: neither a folder nor a model the hub can give ({reason})") from None
-    return Description(check_config(file.parent), f"{name}, config.json of the hub")
+    return _of_folder(file.parent, f"{name}, config.json of the hub")
+
+
+def _of_folder(folder: Path, source: str) -> Description:
+    config = check_config(folder)
+    return Description(config, source) if is_beam(config) else Description(named_as_beams(config), source, folder)
 
 
 def beam_501b() -> dict[str, Any]:

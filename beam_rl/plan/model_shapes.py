@@ -12,15 +12,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from beam_rl.checkpoint_shapes import weight_files
+from beam_rl.errors import InputError
 from beam_rl.layout import place_of
 from beam_rl.lora import Adapter
 from beam_rl.recipe.tree import Parallel
 
 if TYPE_CHECKING:
-    from beam_rl.megatron.model import BeamModel
+    import torch
+    from megatron.core.models.gpt.gpt_model import GPTModel
 
 BUILD_LIMIT_S = 600.0
 
@@ -55,25 +60,76 @@ class RankShape:
         return sum(h.count for h in self.held if all(getattr(h, name) == value for name, value in kind.items()))
 
 
-def rank_shapes(config: Mapping[str, Any], parallel: Parallel, dtype: str, adapter: Adapter | None) -> list[RankShape]:
-    """The shape of every rank, in their order.
+@dataclass(frozen=True)
+class Whose:
+    """The model that is counted."""
 
-    Args:
-        config: the model's config.json. dtype: "fp32" or "bf16".
+    config: Mapping[str, Any]  # with Beam's names
+    dtype: str  # "fp32" or "bf16"
+    adapter: Adapter | None
+    folder: Path | None = (
+        None  # of another model than Beam: where its config.json is, and its weights if they are there
+    )
+
+
+class Unbuildable(InputError):
+    """The trainer would refuse the model, too."""
+
+
+class NotCounted(InputError):
+    """A model that has other layers on a GPU than can be built here."""
+
+
+def rank_shapes(model: Whose, parallel: Parallel) -> list[RankShape]:
+    """The shape of every rank, in their order. Raises what `shapes_of_layouts` does."""
+    return shapes_of_layouts(model, [parallel])[0]
+
+
+def shapes_of_layouts(model: Whose, layouts: Sequence[Parallel]) -> list[list[RankShape]]:
+    """The same for several layouts, in the time that one takes to start.
+
+    Raises:
+        Unbuildable: a model that Megatron can't be given as it is. NotCounted: one that it can, with Transformer Engine.
     """
-    return shapes_of_layouts(config, [parallel], dtype, adapter)[0]
+    answer = _ask(model, layouts)
+    if answer["refused"] and answer["unlike_on_gpu"]:
+        raise NotCounted(f"{answer['refused']}; plans are made without one")
+    if answer["refused"]:
+        raise Unbuildable(answer["refused"])
+    found = []
+    for parallel, stages in zip(layouts, answer["shapes"], strict=True):
+        by_stage = [_from_plain(dict(shape)) for shape in stages]
+        places = [place_of(rank, parallel, model.config["mlp_layer_types"]) for rank in range(parallel.ranks)]
+        found.append([by_stage[place.pp] for place in places])
+    return found
 
 
-def shapes_of_layouts(
-    config: Mapping[str, Any], layouts: Sequence[Parallel], dtype: str, adapter: Adapter | None
-) -> list[list[RankShape]]:
-    """The same for several layouts, in the time that one takes to start."""
-    order: dict[str, Any] = {"config": dict(config), "dtype": dtype, "adapter": asdict(adapter) if adapter else None}
-    order["layouts"] = [parallel.model_dump() for parallel in layouts]
+def check_buildable(model: Whose, parallel: Parallel, on_gpus: bool) -> None:
+    """InputError, in one line, for what a trainer in that layout would find out once it has built the model."""
+    answer = _ask(model, [parallel])
+    if answer["refused"] and not (on_gpus and answer["unlike_on_gpu"]):
+        raise Unbuildable(answer["refused"])
+
+
+def _ask(model: Whose, layouts: Sequence[Parallel]) -> dict[str, Any]:
+    folder = model.folder
+    order = {
+        "config": dict(model.config),
+        "dtype": model.dtype,
+        "adapter": asdict(model.adapter) if model.adapter else None,
+        "folder": folder and str(folder),
+        "has_weights": folder is not None and any(file.exists() for file in weight_files(folder)),
+        "layouts": [parallel.model_dump() for parallel in layouts],
+    }
+    return json.loads(_answer(json.dumps(order)))
+
+
+@lru_cache(8)  # a run asks whether its model can be built, and the plan how large it is
+def _answer(order: str) -> str:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "beam_rl.plan.model_shapes"],
-        input=json.dumps(order),
+        input=order,
         capture_output=True,
         text=True,
         env=environment,
@@ -82,12 +138,7 @@ def shapes_of_layouts(
     )
     if done.returncode:
         raise RuntimeError(f"the model could not be built without memory: {done.stderr[-2000:]}")
-    found = []
-    for parallel, stages in zip(layouts, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        by_stage = [_from_plain(shape) for shape in stages]
-        places = [place_of(rank, parallel, config["mlp_layer_types"]) for rank in range(parallel.ranks)]
-        found.append([by_stage[place.pp] for place in places])
-    return found
+    return done.stdout.splitlines()[-1]
 
 
 def _from_plain(shape: dict[str, Any]) -> RankShape:
@@ -116,35 +167,75 @@ def as_rank(rank: int, parallel: Parallel) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build_on_meta(
-    config: Mapping[str, Any], parallel: Parallel, dtype: str, adapter: Adapter | None
-) -> "list[BeamModel]":
+def build_on_meta(model: Whose, parallel: Parallel) -> "list[GPTModel]":
     """This rank's chunks of the model, with the adapter on them; parameters have shapes and no memory.
 
-    Call it inside `as_rank`, after `megatron.compat.install()`.
+    Call it inside `as_rank`, after `megatron.compat.install()`. InputError for a model that can't be trained.
     """
     import torch
-    from transformers import AutoConfig
 
     from beam_rl.megatron.lora import AdaptedModel
-    from beam_rl.megatron.model import build_chunks, config_from_hf, layout_fields
 
     class WithoutOthers(AdaptedModel):
         def _first_holders(self) -> dict[Any, int]:
             return {}  # only a sync needs to know, and it would have to ask the other ranks
 
-    plain = dict(config)
-    hf = AutoConfig.for_model(plain.pop("model_type"), **plain)
-    fields = layout_fields(parallel, hf.num_hidden_layers, "none")
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
     with torch.device("meta"):
-        chunks = build_chunks(config_from_hf(hf, types[dtype], torch.device("meta"), **fields))
-        if adapter is not None:
-            WithoutOthers(chunks, adapter, config)
+        chunks = _beam(model, parallel) if model.folder is None else _bridged(model, parallel)
+        if model.adapter is not None:
+            WithoutOthers(chunks, model.adapter, model.config)
     return chunks
 
 
-def shape_of(chunks: "Sequence[BeamModel]") -> RankShape:
+def _fields(model: Whose, parallel: Parallel) -> "tuple[torch.dtype, torch.device, dict[str, Any]]":
+    """The dtype, the device, and Megatron's names for the layout."""
+    import torch
+
+    from beam_rl.megatron.model import layout_fields
+
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return types[model.dtype], torch.device("meta"), layout_fields(parallel, model.config["num_hidden_layers"], "none")
+
+
+def _beam(model: Whose, parallel: Parallel) -> "list[GPTModel]":
+    from transformers import AutoConfig
+
+    from beam_rl.megatron.model import build_chunks, config_from_hf
+
+    plain = dict(model.config)
+    hf = AutoConfig.for_model(plain.pop("model_type"), **plain)
+    dtype, device, fields = _fields(model, parallel)
+    return list(build_chunks(config_from_hf(hf, dtype, device, **fields)))
+
+
+def _bridged(model: Whose, parallel: Parallel) -> "list[GPTModel]":
+    import torch.distributed as dist
+
+    from beam_rl.megatron.bridged import BridgedCheckpoint
+
+    checkpoint = BridgedCheckpoint(str(model.folder))
+    place = place_of(dist.get_rank(), parallel, model.config["mlp_layer_types"])
+    dtype, device, fields = _fields(model, parallel)
+    return checkpoint.build(checkpoint.megatron_config(dtype, device, place, None, **fields), place)
+
+
+def check_names(model: Whose) -> None:
+    """InputError where checkpoint and model have not the same tensors.
+
+    With a rank for every expert, of which the first one is built: the others differ by the expert's number alone.
+    """
+    from beam_rl.megatron.bridged import BridgedCheckpoint
+
+    experts = model.config["num_experts"]
+    parallel = Parallel(dp=experts or 1, ep=experts or 1)
+    checkpoint = BridgedCheckpoint(str(model.folder))
+    with as_rank(0, parallel):
+        names = checkpoint.names_of(build_on_meta(replace(model, adapter=None), parallel))
+    every = (name.replace(".experts.0.", f".experts.{i}.") for name in names for i in range(experts or 1))
+    checkpoint.check_names({*every})
+
+
+def shape_of(chunks: "Sequence[GPTModel]") -> RankShape:
     """Counts what chunks hold."""
     import torch
 
@@ -165,22 +256,36 @@ def shape_of(chunks: "Sequence[BeamModel]") -> RankShape:
     return RankShape(held, largest, adapter, buffers)
 
 
+def _shapes(model: Whose, layouts: Sequence[Parallel]) -> Iterator[list[RankShape]]:
+    """One rank's shape for each layout and stage: within a stage all are alike."""
+    for parallel in layouts:
+        shapes = []
+        for stage in range(parallel.pp):
+            with as_rank(stage * (parallel.ranks // parallel.pp), parallel):
+                shapes.append(shape_of(build_on_meta(model, parallel)))
+        yield shapes
+
+
 def _main() -> None:
-    """Reads an order from stdin; prints one rank's shape for each layout and stage: within a stage all are alike."""
+    """Reads an order from stdin; prints the shapes, or what the trainer would refuse."""
     order = json.loads(sys.stdin.read())
     adapter = order["adapter"] and Adapter(**order["adapter"] | {"targets": tuple(order["adapter"]["targets"])})
+    model = Whose(order["config"], order["dtype"], adapter, order["folder"] and Path(order["folder"]))
     from beam_rl.megatron import compat
 
     compat.install()
     gc.disable()  # a quarter of the time would go into looking through modules that reference counts free
-    found = []
-    for layout in order["layouts"]:
-        parallel, shapes = Parallel(**layout), []
-        for stage in range(parallel.pp):
-            with as_rank(stage * (parallel.ranks // parallel.pp), parallel):
-                shapes.append(asdict(shape_of(build_on_meta(order["config"], parallel, order["dtype"], adapter))))
-        found.append(shapes)
-    print(json.dumps(found))
+    answer: dict[str, Any] = {"refused": None, "unlike_on_gpu": False}
+    try:
+        if order["has_weights"]:
+            check_names(model)
+        shapes = _shapes(model, [Parallel(**layout) for layout in order["layouts"]])
+        answer["shapes"] = [[asdict(shape) for shape in stages] for stages in shapes]
+    except InputError as error:
+        from beam_rl.megatron.bridged import UnlikeOnGpu
+
+        answer = {"refused": str(error), "unlike_on_gpu": isinstance(error, UnlikeOnGpu)}
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":
