@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -246,7 +246,7 @@ class Engines:
                 following.append(asyncio.create_task(follow(said.id, said)))
 
         following += [asyncio.create_task(follow(r.id, None)) for r in answers_first]
-        await self._sample([replace(r, prompt=None) for r in requests], heard, slot)
+        await self._sample([episodes.for_engine(r) for r in requests], heard, slot)
         await asyncio.gather(*following)
         await play_on()
 
@@ -524,6 +524,7 @@ class Engines:
             devices=seat.devices,
             sleeps=self.seats.shared_gpus,
             speculative=r.speculative,
+            tokenizer=str(self.model_path) if self.recipe.environment else None,
             extra=r.engine_args,
         )
 

@@ -28,6 +28,7 @@ class Episode:
     asked: Request  # with all the earlier turns in its prompt
     so_far: Completion | None = None  # what came of `asked`; it ends with a sampled token
     turn: list[int] = field(default_factory=list)  # the tokens of the model's turn, asked for once or more often
+    ended_by: str | None = None  # the stop string that ended the turn, None: a token did
     turns: int = 0  # that the environment was shown
     answer: "asyncio.Task[Answer] | None" = None  # to the last turn, until a token of the next one is there
     given: list[int] = field(default_factory=list)  # the answer's tokens, as the engine was told
@@ -54,6 +55,7 @@ class Episode:
             said = after(self.given, said)
             self.answer, self.given, self.turn = None, [], []
         self.turn += said.token_ids[said.sampled].tolist()
+        self.ended_by = said.ended_by
         prompt = len(self.asked.prompt_ids)
         self.so_far = said if self.so_far is None else joined(self.so_far, said, prompt)
 
@@ -101,6 +103,14 @@ class Episodes:
         self._open[request.id] = Episode(request)
         return False
 
+    def for_engine(self, request: Request) -> Request:
+        """The request as an engine needs it: with what ends a turn, and how much of the turn is there already."""
+        if request.prompt is None:
+            return request
+        episode = self._open[request.id]
+        begun = len(episode.turn) if episode.answer is None else 0
+        return replace(request, prompt=None, stop_strings=self.environments.stop_strings, begun=begun)
+
     async def go_on(self, name: str, said: Completion | None, hush: asyncio.Event) -> Request | Completion:
         """The next turn to ask for, or the response: finished, or as it is when it was interrupted or `hush` is set.
 
@@ -120,7 +130,7 @@ class Episodes:
         text, _ = episode.answer.result()
         if text is None or episode.turns >= self.max_turns:
             return self._finish(episode, "stop")
-        given = self.frame.around(text)
+        given = self.frame.around(text, ended=episode.ended_by is None)
         return episode.next_turn(given) if len(given) < episode.room else self._finish(episode, "length")
 
     async def _step(self, episode: Episode) -> Answer:
@@ -131,7 +141,7 @@ class Episodes:
                 assert request.prompt is not None
                 seed = sampling_seed(request.seed, "environment")
                 episode.remote = await self.environments.begin(request.prompt.columns or {}, seed)
-            text, reward = await episode.remote.step(self.decode(episode.turn))
+            text, reward = await episode.remote.step(self.decode(episode.turn), episode.ended_by)
         except EnvironmentFailure as failure:
             episode.problem, text, reward = str(failure), None, None
         episode.seconds += time.perf_counter() - start

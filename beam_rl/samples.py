@@ -35,6 +35,8 @@ class Request:
     temperature: float
     top_p: float = 1.0
     prompt: Prompt | None = None  # where an environment answers what is sampled, and there may be more turns
+    stop_strings: tuple[str, ...] = ()  # texts that end it too; the tokens that complete one are kept
+    begun: int = 0  # last tokens of the prompt that are part of what is sampled, where such a text may begin
 
 
 def sampling_seed(*parts: object) -> int:
@@ -73,6 +75,7 @@ class Completion:
     later: tuple[tuple[int, int], ...] = ()  # (first token, version) of each part that later weights sampled
     given: tuple[tuple[int, int], ...] = ()  # (first token, end) of each answer of an environment's
     outcome: Outcome | None = None  # of an environment, when it is finished
+    ended_by: str | None = None  # the stop string that ended it; None: a stop token did, or it has not stopped
 
     @property
     def sampled(self) -> NDArray[np.bool_]:

@@ -18,6 +18,7 @@ from transformers import BeamConfig, BeamForCausalLM
 from beam_rl.rollout.engine import Engine, EngineInfo, EngineStartError
 from beam_rl.rollout.launch import EngineSettings
 from beam_rl.samples import Completion, Request
+from beam_rl.tiny.checkpoint import tiny_tokenizer
 
 VOCABULARY, EOS = 64, 2
 KV_CACHE_GIB = 0.002  # room for some 30 short requests
@@ -128,6 +129,7 @@ class RunningEngine:
     actor: Any
     info: EngineInfo
     checkpoint: Path
+    tokenizer: str | None = None  # with one it can look for stop strings
 
     def call(self, method: str, *args: Any) -> Any:
         return ray.get(getattr(self.actor, method).remote(*args), timeout=60)
@@ -162,14 +164,16 @@ def engines(ray_here: str, checkpoints: dict[str, Path], tmp_path_factory: pytes
     file, whole = bf16 / "model.safetensors", load_file(bf16 / "model.safetensors")
     short = {k: v for k, v in whole.items() if k != "model.layers.1.self_attn.q_norm.weight"}
     save_file(short, file, metadata={"format": "pt"})
-    first = ray.remote(Engine).remote(settings(old, "fp32", "fp32", logs))
+    tokenizer = str(logs / "tokenizer")
+    tiny_tokenizer().save_pretrained(tokenizer)
+    first = ray.remote(Engine).remote(settings(old, "fp32", "fp32", logs, tokenizer=tokenizer))
     second = ray.remote(Engine).remote(settings(bf16, "bf16", "bf16", logs))
     starting = first.start.remote()
     with pytest.raises(EngineStartError) as failed:
         ray.get(second.start.remote(), timeout=300)
     save_file(whole, file, metadata={"format": "pt"})
     infos = ray.get([starting, second.start.remote()], timeout=300)
-    return Engines(RunningEngine(first, infos[0], old), RunningEngine(second, infos[1], bf16), failed.value)
+    return Engines(RunningEngine(first, infos[0], old, tokenizer), RunningEngine(second, infos[1], bf16), failed.value)
 
 
 @pytest.fixture(scope="session")

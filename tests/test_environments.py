@@ -66,6 +66,18 @@ class Moody:
 class Mute:
     def __init__(self, row):
         pass
+
+class Attentive:
+    stop_strings = ("</call>",)
+
+    def __init__(self, row):
+        pass
+
+    def step(self, response, ended_by):
+        return f"{response} {ended_by}", None
+
+class Endless(Attentive):
+    stop_strings = ("",)
 '''
 
 
@@ -94,6 +106,18 @@ def test_each_response_has_an_environment_that_remembers_its_turns(file: Path) -
         return [await one.step("x"), await two.step("x"), await one.step("x")]
 
     assert with_pool(file, talk) == [("a 1", 0.25), ("b 1", 0.25), ("a 2", 0.5)]
+
+
+def test_an_environment_names_strings_that_end_a_turn_and_hears_which_did(file: Path) -> None:
+    async def talk(pool: EnvironmentPool) -> list[object]:
+        remote = await pool.begin({}, 0)
+        return [await remote.step("a</call>", "</call>"), await remote.step("b")]
+
+    with EnvironmentPool(f"{file}:Attentive", {}) as pool:
+        assert pool.stop_strings == ("</call>",)
+        assert asyncio.run(talk(pool)) == [("a</call> </call>", None), ("b None", None)]
+    with EnvironmentPool(f"{file}:Moody", {}) as pool:
+        assert pool.stop_strings == ()
 
 
 def test_one_that_raises_hangs_or_dies_takes_no_other_along(file: Path, tmp_path: Path) -> None:
@@ -266,6 +290,7 @@ def test_nothing_is_left_when_the_pool_has_closed(file: Path) -> None:
         ("moody.py:Moody", {"depth": 3}, "TypeError: got an unexpected keyword argument 'depth'"),
         ("moody.py:Mute", {}, "TypeError: Mute has no method step(response)"),
         ("moody.py:Moddy", {}, "AttributeError: module 'own_moody' has no attribute 'Moddy'"),
+        ("moody.py:Endless", {}, "TypeError: Endless.stop_strings = ('',): a list of texts, none of them empty"),
         ("missing.py:Moody", {}, "ImportError: no file"),
     ],
 )
@@ -334,7 +359,9 @@ def chat(template: str | None) -> PreTrainedTokenizerFast:
 
 def test_a_frame_is_what_the_template_writes_between_two_turns() -> None:
     frame = find_frame(chat(CHATML), "tool", END)
-    assert [WORDS[i] for i in frame.around("four")] == "<|start|> tool four <|end|> <|start|> assistant".split()
+    said = "<|start|> tool four <|end|> <|start|> assistant".split()
+    assert [WORDS[i] for i in frame.around("four")] == said
+    assert [WORDS[i] for i in frame.around("four", ended=False)] == ["<|end|>", *said], "as if it had said so itself"
     tiny = tiny_tokenizer()
     frame = find_frame(tiny, "user", [tiny.eos_token_id])
     assert tiny.convert_ids_to_tokens(frame.around("3 +8")) == ["3", "+8", "="]

@@ -32,6 +32,7 @@ from beam_rl.verifiers import Verdict, VerifyItem
 
 TURNS = Path(__file__).parents[1] / "recipes" / "tiny_cpu_turns.yaml"
 STOP, BEFORE, AFTER = 0, 900, 901
+CALL = 50  # a token that, as text, is a stop string
 NOISY = """
 import time
 from pathlib import Path
@@ -50,6 +51,13 @@ class Noted:
         if self.turn == self.row.get("breaks"):
             raise RuntimeError("broken")
         return (None if self.turn == self.row["turns"] else f"80{self.turn} 80{self.turn}"), self.reward
+
+
+class Called(Noted):
+    stop_strings = ("50",)
+
+    def step(self, response, ended_by):
+        return super().step(f"{response} ({ended_by})")
 """
 
 
@@ -80,13 +88,20 @@ class Actor:
         draw = random.Random(request.seed)
         wanted = [draw.randrange(1, 100) for _ in range(draw.randrange(1, 5))] + [STOP]
         tokens: list[int] = []
+        ended_by = None
+        if request.stop_strings:
+            wanted.insert(len(wanted) // 2, CALL)
         while len(tokens) < min(len(wanted), request.max_tokens) and not self.cut.is_set():
             await asyncio.sleep(0.001)
             tokens.append(wanted[len(tokens)])
-        whole = "stop" if tokens and tokens[-1] == STOP else "length"
+            if str(tokens[-1]) in request.stop_strings:
+                ended_by = str(tokens[-1])
+                break
+        whole = "stop" if tokens and (ended_by or tokens[-1] == STOP) else "length"
         ids = np.array(tokens, np.int32)
         rows = np.zeros((len(request.prompt_ids) + len(ids) - 1, 1, 1), np.uint8) if tokens else None
-        return Completion(request.id, ids, -1.0 - ids, rows, "abort" if self.cut.is_set() else whole, 0)
+        reason = "abort" if self.cut.is_set() and ended_by is None else whole
+        return Completion(request.id, ids, -1.0 - ids, rows, reason, 0, ended_by=ended_by)
 
 
 class _Method:
@@ -115,17 +130,17 @@ class Scripted(Engines):
 
 
 @contextlib.contextmanager
-def engines(tmp_path: Path, *overrides: str, **options: object) -> Iterator[Scripted]:
-    """Two engines that play episodes of the class above."""
+def engines(tmp_path: Path, *overrides: str, made: str = "Noted", **options: object) -> Iterator[Scripted]:
+    """Two engines that play episodes of a class above."""
     (tmp_path / "noted.py").write_text(NOISY)
     recipe = load(TURNS, ["rollout.max_response_tokens=60", "environment.max_turns=4", *overrides])
     assert recipe.environment is not None
     playing = Scripted(recipe, tmp_path, tmp_path)
     playing.slots = [Slot(i, None, Actor(), None, "serving") for i in range(2)]  # type: ignore[arg-type]
     threading.Thread(target=playing._loop.run_forever, daemon=True).start()
-    frame = Frame([BEFORE], [AFTER], lambda text: [int(word) for word in text.split()])
+    frame = Frame([STOP], [BEFORE], [AFTER], lambda text: [int(word) for word in text.split()])
     options = {"log": str(tmp_path / "log"), **options}
-    with EnvironmentPool(f"{tmp_path}/noted.py:Noted", options, recipe.environment.timeout_s) as pool:
+    with EnvironmentPool(f"{tmp_path}/noted.py:{made}", options, recipe.environment.timeout_s) as pool:
         playing.episodes = Episodes(pool, frame, decode, recipe.environment.max_turns)
         yield playing
         playing._loop.call_soon_threadsafe(playing._loop.stop)
@@ -181,6 +196,32 @@ def test_a_response_is_the_models_turns_with_the_framed_answers_between(tmp_path
     assert shown(tmp_path) == {f"p3 {i + 1}": decode(t) for i, t in enumerate(turns)}
     np.testing.assert_array_equal(done.logp, np.where(done.sampled, -1.0 - done.token_ids, 0.0))
     assert done.routes is not None and len(done.routes) == 1 + len(done.token_ids) - 1
+
+
+def test_a_turn_that_a_string_ended_is_ended_for_the_template_and_the_environment_is_told(tmp_path: Path) -> None:
+    with engines(tmp_path, made="Called") as playing:
+        done = whole(asked(playing, prompt(3, turns=3))[0])
+        first, second, _ = [request for slot in playing.slots for batch in slot.actor.batches for request in batch]
+    turns = [done.token_ids[part].tolist() for part in done.turns]
+    assert [t[-1] for t in turns] == [CALL] * 3 and done.finish_reason == "stop"
+    assert done.token_ids[slice(*done.given[0])].tolist() == [STOP, BEFORE, 801, 801, AFTER]
+    assert shown(tmp_path) == {f"p3 {i + 1}": f"{decode(t)} (50)" for i, t in enumerate(turns)}
+    assert (first.stop_strings, first.begun, second.begun) == (("50",), 0, 0)
+
+
+def test_an_interrupted_turn_is_asked_for_with_what_it_has_begun(tmp_path: Path) -> None:
+    with engines(tmp_path, made="Called", pause=0.01) as playing:
+        flights = [Flight(prompt(i, turns=4), [None]) for i in range(6)]
+        askings = 0
+        while any(not f.complete for f in flights):
+            askings += 1
+            answering = playing.submit(gathered(playing, flights))
+            time.sleep(random.Random(askings).uniform(0.003, 0.01))
+            playing.submit(hushed(playing, answering)).result(timeout=20)
+        requests = [request for slot in playing.slots for batch in slot.actor.batches for request in batch]
+    begun = [r for r in requests if r.begun]
+    assert begun and all({STOP, AFTER, CALL}.isdisjoint(r.prompt_ids[-r.begun :]) for r in begun)
+    assert {whole(f).token_ids[-1] for f in flights} == {CALL} and len(shown(tmp_path)) == 24
 
 
 def test_an_episode_ends_with_its_turns_or_its_room(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Speculative
 from beam_rl.rollout.engine import Engine
 from beam_rl.samples import Completion, Request
+from beam_rl.tiny.checkpoint import tiny_tokenizer
 
 pytest_plugins = ["rollout_fixtures"]
 
@@ -32,6 +34,7 @@ def drafting(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Runn
     """On the checkpoint of `engines.fp32`. Also with an argument that the recipe has no key for."""
     where = engines.fp32.checkpoint
     made = settings(where, "fp32", "ngram", tmp_path_factory.mktemp("ngram"), speculative=NGRAM)
+    made = replace(made, tokenizer=engines.fp32.tokenizer)
     actor = ray.remote(Engine).remote(made)
     return RunningEngine(actor, ray.get(actor.start.remote(), timeout=300), where)
 
@@ -54,6 +57,21 @@ def test_logp_and_routes_are_those_of_transformers(
     after = drafting.call("counters")
     drafted, taken = after.drafted_tokens - before.drafted_tokens, after.accepted_tokens - before.accepted_tokens
     assert drafted > 48 and 0 < taken < drafted and after.routes_held == 0
+
+
+def test_a_stop_string_is_the_end_whatever_was_drafted(
+    drafting: RunningEngine, references: dict[str, Reference]
+) -> None:
+    decode, requests = tiny_tokenizer().decode, asked(24, 40, 0.3, seed=3)  # cold, so that it repeats itself
+    free, before = drafting.sample(requests), drafting.call("counters")
+    stops = {r.id: decode(free[r.id].token_ids[20:22]) for r in requests if len(free[r.id].token_ids) > 24}
+    stopping = [replace(r, stop_strings=(stops[r.id],)) for r in requests if r.id in stops]
+    got, after = drafting.sample(stopping), drafting.call("counters")
+    assert after.accepted_tokens - before.accepted_tokens > 8 and len(got) > 12 and after.routes_held == 0
+    assert_agrees(references["old"], stopping, got, tolerance=1e-4)  # a log-probability of logits divided by 0.3
+    for name, done in got.items():
+        np.testing.assert_array_equal(done.token_ids, free[name].token_ids[: len(done.token_ids)])
+        assert done.ended_by == stops[name] and stops[name] not in decode(done.token_ids[:-1])
 
 
 def shares(got: dict[str, Completion], length: int) -> np.ndarray:

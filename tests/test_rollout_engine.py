@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from beam_rl.rollout.sync.transport import Announce, SyncError, SyncStats, Weigh
 from beam_rl.samples import Completion, Request
 from beam_rl.seats import Seat
 from beam_rl.sync import WeightSync
+from beam_rl.tiny.checkpoint import tiny_tokenizer
 
 pytest_plugins = ["rollout_fixtures"]
 
@@ -88,6 +90,36 @@ def test_response_ends_with_the_stop_token_or_at_its_length(engines: Engines) ->
         assert len(done.logp) == len(done.token_ids)
         assert EOS not in done.token_ids[:-1]
         assert (done.token_ids[-1] == EOS) if done.finish_reason == "stop" else len(done.token_ids) == 60
+
+
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
+    engines: Engines, references: dict[str, Reference]
+) -> None:
+    """Everything until there is as it was without, and what the engine did beyond is gone."""
+    asked, decode = requests(24, prompt=8, response=40, seed=14), tiny_tokenizer().decode
+    free = engines.fp32.sample(asked)
+    # The end of the third token and the beginning of the fourth one.
+    stops = {name: decode(done.token_ids[2:4])[1:-1] for name, done in free.items() if len(done.token_ids) > 8}
+    stopping = [replace(r, stop_strings=("never", stops[r.id])) for r in asked if r.id in stops]
+    got = engines.fp32.sample(stopping)
+    assert_agrees(references["old"], [replace(r, stop_strings=()) for r in stopping], got)
+    for name, done in got.items():
+        np.testing.assert_array_equal(done.token_ids, free[name].token_ids[: len(done.token_ids)])
+        assert (done.finish_reason, done.ended_by) == ("stop", stops[name])
+        assert stops[name] in decode(done.token_ids) and stops[name] not in decode(done.token_ids[:-1])
+    assert sum(len(done.token_ids) == 4 for done in got.values()) > 12 and _idle(engines.fp32)
+    assert {done.ended_by for done in free.values()} == {None}
+
+
+def test_a_stop_string_is_found_where_it_begins_in_what_was_sampled_before(engines: Engines) -> None:
+    (asked,), decode = requests(1, prompt=8, response=40, seed=15), tiny_tokenizer().decode
+    asked = replace(asked, temperature=0.0)
+    ids = engines.fp32.sample([asked])[asked.id].token_ids
+    stop = decode(ids[2:4])
+    rest = replace(asked, prompt_ids=[*asked.prompt_ids, *ids[:3].tolist()], stop_strings=(stop,))
+    resumed = engines.fp32.sample([replace(rest, begun=3)])[asked.id]
+    assert (resumed.token_ids.tolist(), resumed.ended_by) == ([ids[3]], stop)
+    assert len(engines.fp32.sample([rest])[asked.id].token_ids) > 1, "a prompt ends nothing"
 
 
 def test_chunked_prefill_and_prefix_cache_hits_keep_every_row(

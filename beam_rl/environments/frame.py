@@ -17,14 +17,16 @@ ASKED, SAID, ANSWERED = "Zasked1", "Zsaid2", "Zanswered3"  # texts that no templ
 
 @dataclass(frozen=True)
 class Frame:
-    """What follows a turn that ended with its stop token, up to where the model speaks again."""
+    """What follows a turn of the model's, up to where it speaks again."""
 
-    before: list[int]  # token ids
+    end: list[int]  # token ids that end a turn, the last one a stop token: for one that has none
+    before: list[int]
     after: list[int]
     encode: Callable[[str], list[int]]
 
-    def around(self, text: str) -> list[int]:
-        return [*self.before, *self.encode(text), *self.after]
+    def around(self, text: str, ended: bool = True) -> list[int]:
+        """ended: the turn ended with its stop token."""
+        return [*(() if ended else self.end), *self.before, *self.encode(text), *self.after]
 
 
 def find_frame(tokenizer: PreTrainedTokenizerBase, role: Literal["user", "tool"], stop_ids: Collection[int]) -> Frame:
@@ -41,7 +43,7 @@ def find_frame(tokenizer: PreTrainedTokenizerBase, role: Literal["user", "tool"]
         return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     if tokenizer.chat_template is None:
-        return Frame([], [], encode)
+        return Frame([], [], [], encode)
     conversation = [
         {"role": "user", "content": ASKED},
         {"role": "assistant", "content": SAID},
@@ -58,7 +60,9 @@ def find_frame(tokenizer: PreTrainedTokenizerBase, role: Literal["user", "tool"]
     stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
     if stop is None:
         raise _refused(role, "it does not end a message of the assistant's with a token that ends a response")
-    frame = Frame(ids[stop + 1 :], list(tokenizer(after, add_special_tokens=False)["input_ids"]), encode)
+    frame = Frame(
+        ids[: stop + 1], ids[stop + 1 :], list(tokenizer(after, add_special_tokens=False)["input_ids"]), encode
+    )
     whole = list(tokenizer(shown, add_special_tokens=False)["input_ids"])
     told = frame.around(ANSWERED)
     if whole[-len(told) :] != told:

@@ -21,6 +21,7 @@ from beam_rl.errors import InputError
 from beam_rl.verifiers.pool import MEMORY_BYTES, START_LIMIT_S, start_worker
 
 MOST_CHARACTERS = 2**22  # of an answer
+MOST_SAID = 2**16  # bytes, of what a process says once it has loaded the class
 GRACE_S = 10.0  # for an environment to close
 FILES = 65536  # open at most, where the system allows it: each environment has one
 
@@ -53,12 +54,13 @@ class EnvironmentPool:
             )
         self._control.settimeout(START_LIMIT_S)
         try:
-            said = self._control.recv(4096).decode()
+            said = json.loads(self._control.recv(MOST_SAID) or '{"error": "the process died while it was loaded"}')
         except OSError as error:
-            said = f"did not start ({error})"
-        if said != "ready":
+            said = {"error": f"did not start ({error})"}
+        if "error" in said:
             self._stop()
-            raise InputError(f"environment.name = {self.name}: {said or 'the process died while it was loaded'}")
+            raise InputError(f"environment.name = {self.name}: {said['error']}")
+        self.stop_strings: tuple[str, ...] = tuple(said["stop_strings"])  # that end a turn of the model's
 
     async def begin(self, row: Mapping[str, Any], seed: int) -> "Remote":
         """An environment for one response; what its class raises shows in its first `step`. May raise EnvironmentFailure."""
@@ -126,12 +128,15 @@ class Remote:
     ) -> None:
         self._pool, self._number, self._reader, self._writer = pool, number, reader, writer
 
-    async def step(self, response: str) -> tuple[str | None, float | None]:
-        """The environment's answer, None: it is over, and its reward, if any. Raises EnvironmentFailure."""
+    async def step(self, response: str, ended_by: str | None = None) -> tuple[str | None, float | None]:
+        """The environment's answer, None: it is over, and its reward, if any. Raises EnvironmentFailure.
+
+        ended_by: the stop string that ended the model's turn; None: one of the model's stop tokens.
+        """
         async with self._pool.at_work:
             try:
                 async with asyncio.timeout(self._pool.timeout_s):
-                    self._writer.write(json.dumps(response).encode() + b"\n")
+                    self._writer.write(json.dumps({"response": response, "ended_by": ended_by}).encode() + b"\n")
                     line = await self._reader.readline()
             except TimeoutError:
                 self._fail(f"no answer within {self._pool.timeout_s:g} s")

@@ -25,18 +25,19 @@ OURS = {"second_try": "beam_rl.environments.second_try:SecondTry"}
 LIBC = ctypes.CDLL(None)
 DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 Make = Callable[[Mapping[str, Any]], Any]
+Step = Callable[[str, str | None], Any]  # a response, and the string that ended it, None where a token did
 
 
 def main(control: socket.socket, memory_bytes: int, name: str, options: Mapping[str, Any]) -> None:
-    """Says `ready`, or why it can't start; then forks for each number and socket, and kills for each number alone."""
+    """Says {stop_strings}, or {error} and ends; then forks for each number and socket, and kills for each number alone."""
     try:
-        make = load(name, options)
+        make, stop_strings = load(name, options)
     except Exception as error:
-        control.send(one_line(error).encode())
+        control.send(json.dumps({"error": one_line(error)}).encode())
         return
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + memory_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    control.send(b"ready")
+    control.send(json.dumps({"stop_strings": stop_strings}).encode())
     forks: dict[int, int] = {}  # the driver's number → process
     numbers: dict[int, int] = {}  # the other way round
     while True:
@@ -64,13 +65,21 @@ def ended() -> Iterator[int]:
             yield found.si_pid
 
 
-def load(name: str, options: Mapping[str, Any]) -> Make:
-    """What makes an environment of a row. Raises whatever its module raises; TypeError where it is no environment."""
+def load(name: str, options: Mapping[str, Any]) -> tuple[Make, list[str]]:
+    """What makes an environment of a row, and the strings that end a turn of the model's.
+
+    Raises whatever its module raises; TypeError where it is no environment.
+    """
     made = find(OURS.get(name, name))
     inspect.signature(made).bind({}, **options)
     if not callable(getattr(made, "step", None)):
         raise TypeError(f"{made.__name__} has no method step(response)")
-    return lambda row: made(row, **options)
+    stops = getattr(made, "stop_strings", ())
+    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) and text for text in stops):
+        raise TypeError(
+            f"{made.__name__}.stop_strings = {stops!r:.80}: a list of texts, none of them empty, is expected"
+        )
+    return lambda row: made(row, **options), list(stops)
 
 
 def fork(channel: socket.socket, control: socket.socket, make: Make) -> int:
@@ -94,14 +103,16 @@ def fork(channel: socket.socket, control: socket.socket, make: Make) -> int:
 
 
 def serve(channel: socket.socket, make: Make) -> None:
-    """Reads {row, seed}, then a response a line; writes {answer, reward} for each, or {error} and ends."""
+    """Reads {row, seed}, then {response, ended_by} a line; writes {answer, reward} for each, or {error} and ends."""
     lines, replies = channel.makefile("r", encoding="utf-8"), channel.makefile("w", encoding="utf-8")
     try:
         begin = json.loads(lines.readline())
         random.seed(begin["seed"])
         environment = make(begin["row"])
+        step = step_of(environment)
         for line in lines:
-            answer, reward = checked(environment.step(json.loads(line)))
+            turn = json.loads(line)
+            answer, reward = checked(step(turn["response"], turn["ended_by"]))
             print(json.dumps({"answer": answer, "reward": reward}), file=replies, flush=True)
     except Exception as error:
         with contextlib.suppress(OSError):
@@ -109,6 +120,16 @@ def serve(channel: socket.socket, make: Make) -> None:
         return
     if callable(close := getattr(environment, "close", None)):
         close()
+
+
+def step_of(environment: Any) -> Step:
+    """The environment's `step`, which may leave out the parameter that says what ended the turn."""
+    own = environment.step
+    try:
+        inspect.signature(own).bind("", None)
+    except TypeError:
+        return lambda response, ended_by: own(response)
+    return own
 
 
 def checked(reply: Any) -> tuple[str | None, float | None]:

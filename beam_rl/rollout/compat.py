@@ -347,6 +347,14 @@ def child_pids(engine: Any) -> list[int]:
     return [p.pid for p in engine.engine_core.resources.engine_manager.processes]
 
 
+def begin_text(engine: Any, request_id: str, text: str) -> None:
+    """Has the search for a request's stop strings begin with text that was sampled before, and asked for as its prompt.
+
+    Call it before the request's first token: vLLM looks at what it samples itself, and would miss one that begins earlier.
+    """
+    engine.output_processor.request_states[request_id].detokenizer.output_text = text
+
+
 def allowed_rank(rank: int) -> int:
     """The least rank that vLLM takes for its `max_lora_rank` and holds `rank`. ValueError beyond the largest."""
     from vllm.config.lora import MaxLoRARanks

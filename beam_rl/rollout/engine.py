@@ -436,6 +436,8 @@ class Engine:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        from beam_rl.rollout import compat
+
         assert self.info is not None
         params = SamplingParams(
             temperature=request.temperature,
@@ -445,12 +447,19 @@ class Engine:
             stop_token_ids=list(self.info.stop_token_ids),
             ignore_eos=True,  # the ids above are all there is
             logprobs=0,  # of the sampled token alone
-            detokenize=False,
+            stop=list(request.stop_strings),
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,  # a special token may be such a string
+            detokenize=bool(request.stop_strings),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return await self.llm.add_request(
+        collector = await self.llm.add_request(
             request.id, tokens_input(request.prompt_ids), params, lora_request=self._served_adapter()
         )
+        if request.stop_strings and request.begun:
+            begun = self.llm.get_tokenizer().decode(request.prompt_ids[-request.begun :], skip_special_tokens=False)
+            compat.begin_text(self.llm, collector.request_id, begun)
+        return collector
 
     def _served_adapter(self) -> Any:
         """What vLLM takes for a request's adapter: that of the version served."""
@@ -468,7 +477,8 @@ class Engine:
             self.prompt_tokens += len(output.prompt_token_ids)
             self.cached_prompt_tokens += output.num_cached_tokens or 0
         routes = await self._routes_of([(internal_id, output) for _, internal_id, output in ended])
-        if self.settings.speculative is not None:  # the last step may have gone beyond the response's end
+        if self.settings.speculative or self.settings.tokenizer:
+            # Drafts, or a step begun before a stop string was found, may have gone beyond the response's end.
             routes = [_of_tokens(rows, output) for rows, (_, _, output) in zip(routes, ended, strict=True)]
         return [
             make_completion(request, output.outputs[0], rows, self.version, self.settings.routing_replay)
@@ -563,7 +573,8 @@ def make_completion(
     logp = np.asarray(
         [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32
     )
-    return Completion(request.id, tokens, logp, routes, output.finish_reason, version)
+    ended_by = output.stop_reason if isinstance(output.stop_reason, str) else None
+    return Completion(request.id, tokens, logp, routes, output.finish_reason, version, ended_by=ended_by)
 
 
 def _of_tokens(routes: Routes | None, output: Any) -> Routes | None:

@@ -52,6 +52,7 @@ class EngineSettings:
     devices: str | None = None  # CUDA_VISIBLE_DEVICES; None: those that this process sees
     sleeps: bool = False  # GPU engines: can give back the GPU's memory for a while
     speculative: Speculative | None = None
+    tokenizer: str | None = None  # a folder, for requests with stop strings; None: there are none
     extra: dict[str, Any] = field(default_factory=dict)  # vLLM's arguments, from the recipe's `rollout.engine_args`
 
     @property
@@ -117,7 +118,7 @@ def engine_args(settings: EngineSettings) -> dict[str, Any]:
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_batched_tokens,
-        "skip_tokenizer_init": True,
+        **({"tokenizer": settings.tokenizer} if settings.tokenizer else {"skip_tokenizer_init": True}),
         "generation_config": "vllm",  # sampling follows the request alone, not the checkpoint's defaults
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
