@@ -67,11 +67,20 @@ def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
     return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
 
 
+def attention_kinds(config: Mapping[str, Any]) -> list[str]:
+    """ "full_attention", "sliding_attention", or what a family calls its own, for each layer."""
+    if config.get("layer_types"):
+        return list(config["layer_types"])
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+    return ["sliding_attention" if windowed else "full_attention"] * config["num_hidden_layers"]
+
+
 def named_as_beams(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with what layouts and routes are made from under Beam's names; 0 for what a dense model lacks."""
     heads = config["num_attention_heads"]
     return {
         **config,
+        "layer_types": attention_kinds(config),
         "mlp_layer_types": layer_kinds(config),
         "num_experts": experts_of(config),
         "num_experts_per_tok": int(config.get("num_experts_per_tok") or 0),

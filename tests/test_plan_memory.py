@@ -24,7 +24,14 @@ def planned(precision: str, recompute: str, tokens: int) -> float:
     there = activations.Tokens(tokens, tokens, tokens * sizes.top_k, tokens)
     stage = activations.Stage(dense=3, sparse=4, in_flight=1, last=True)
     return activations.peak(
-        sizes, there, stage, recompute, 1024, head_trainable=True, workspace_bytes=14 if narrow else 8
+        activations.beam_parts(sizes, there),
+        sizes,
+        there,
+        stage,
+        recompute,
+        1024,
+        head_trainable=True,
+        workspace_bytes=14 if narrow else 8,
     )
 
 

@@ -1,9 +1,11 @@
 """What a micro-batch's activations take on a rank: the tensors that autograd keeps, op by op, as the model is written.
 
-Pure functions of sizes. The counts follow `megatron/model.py`, `attention.py`, `kernels` and `logprobs.py`;
+Pure functions of sizes. The counts follow `megatron/model.py`, `attention.py`, `kernels` and `logprobs.py`; those of other
+models than Beam (`other_activations.py`) Megatron's own layers.
 `tests/test_plan_memory.py` compares them with what a real update has alive. Knows nothing about recipes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +29,9 @@ class Sizes:
     vocabulary: int
     value_bytes: int  # of an activation
     fused: bool  # on a GPU: this project's kernels between products, Transformer Engine's attention
+    head_norms: bool = True  # of Q and K; Beam has them
+    rotary: int = 0  # values of a head that get a position by Megatron's own code; Beam: none
+    shared: int = 0  # width of the experts that every token meets
 
 
 @dataclass(frozen=True)
@@ -91,12 +96,33 @@ def backward_peak(sizes: Sizes, tokens: Tokens, sparse: bool) -> float:
     return stream + tokens.attended * (2 * FP32 + v) * sizes.dense
 
 
-def head(sizes: Sizes, tokens: Tokens, chunk_tokens: int, trainable: bool, workspace_bytes: int) -> float:
+def beam_parts(sizes: Sizes, tokens: Tokens) -> "Parts":
+    return Parts(
+        norm(sizes),
+        attention(sizes, tokens) + feed_forward_input(sizes, tokens),
+        {True: experts(sizes, tokens), False: dense_mlp(sizes, tokens)},
+        {sparse: backward_peak(sizes, tokens, sparse) for sparse in (True, False)},
+    )
+
+
+def head(
+    sizes: Sizes, tokens: Tokens, norm_bytes: int, chunk_tokens: int, trainable: bool, workspace_bytes: int
+) -> float:
     """The final norm, the gathered hidden states and their gradient, the head's FP32 gradient, one chunk of logits."""
     v, h = sizes.value_bytes, sizes.hidden
     of_head = (FP32 + (v if v < FP32 else 0)) * sizes.vocabulary * h if trainable else 0
     logits = min(chunk_tokens, tokens.scored) * sizes.vocabulary * workspace_bytes
-    return tokens.stream * norm(sizes) + tokens.scored * 2 * v * h + of_head + logits
+    return tokens.stream * norm_bytes + tokens.scored * 2 * v * h + of_head + logits
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes of a layer, by what is kept when; by whether it has experts."""
+
+    norm: int  # a token's, of the norm before the head
+    around: float  # outside the MLP or the experts
+    inside: Mapping[bool, float]
+    backward: Mapping[bool, float]  # gradients, beside what is kept
 
 
 @dataclass(frozen=True)
@@ -110,6 +136,7 @@ class Stage:
 
 
 def peak(
+    parts: Parts,
     sizes: Sizes,
     tokens: Tokens,
     stage: Stage,
@@ -120,8 +147,7 @@ def peak(
 ) -> float:
     """Bytes that a rank's activations take at most in an update."""
     kinds = {True: stage.sparse, False: stage.dense}
-    inside = {True: experts(sizes, tokens), False: dense_mlp(sizes, tokens)}
-    around = attention(sizes, tokens) + feed_forward_input(sizes, tokens)
+    inside, around = parts.inside, parts.around
     layer_input = tokens.stream * sizes.value_bytes * sizes.hidden
     kept = {
         "none": {sparse: around + inside[sparse] for sparse in kinds},
@@ -135,6 +161,7 @@ def peak(
     }[recompute]
     present = [sparse for sparse, count in kinds.items() if count]
     held = stage.in_flight * sum(kinds[sparse] * kept[sparse] for sparse in present) + HELD_BESIDE * layer_input
-    layer = max((again[sparse] + backward_peak(sizes, tokens, sparse) for sparse in present), default=0.0)
-    of_head = head(sizes, tokens, chunk_tokens, head_trainable, workspace_bytes) if stage.last else 0.0
-    return held + max(layer, of_head)
+    layer = max((again[sparse] + parts.backward[sparse] for sparse in present), default=0.0)
+    if not stage.last:
+        return held + layer
+    return held + max(layer, head(sizes, tokens, parts.norm, chunk_tokens, head_trainable, workspace_bytes))

@@ -12,16 +12,17 @@ from beam_rl.errors import InputError
 from beam_rl.inputs import check_config_for
 from beam_rl.layout import stage_layers
 from beam_rl.lora import Adapter
-from beam_rl.model_config import architectures, is_beam
 from beam_rl.mxfp8.scheme import Scheme
 from beam_rl.placement import Placement, Shelf, for_pace, place
 from beam_rl.plan.description import Description, describe
 from beam_rl.plan.engine_memory import EngineShape, engine_shape, in_another_form
 from beam_rl.plan.hardware import Hardware, find, read_table
 from beam_rl.plan.memory import SIZE, OptimizerKind, Replicas
-from beam_rl.plan.model_shapes import RankShape, Whose, rank_shapes
+from beam_rl.plan.model_shapes import NotCounted, RankShape, Whose, rank_shapes
 from beam_rl.plan.work import Work, work_of
 from beam_rl.recipe.tree import Recipe
+
+ATTENTION = ("full_attention", "sliding_attention")  # whose KV cache can be counted
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Case:
 
     @cached_property
     def work(self) -> Work:
-        return work_of(self.config)
+        return work_of(self.config, self.model.tensors)
 
     @cached_property
     def replicas(self) -> Replicas:
@@ -123,17 +124,17 @@ class Case:
 def case_of(recipe: Recipe) -> Case:
     """Looks up the machine, counts the model, seats ranks and engines. InputError for what can't be at all."""
     model = describe(recipe)
-    adapter, scheme = check_config_for(recipe, model.config)
-    shapes = rank_shapes(Whose(model.config, recipe.trainer.dtype, adapter, model.folder), recipe.trainer.parallel)
-    if not is_beam(model.config):
-        raise InputError(
-            f"model.path = {recipe.model.path}: holds {architectures(model.config)[0]}, and plans are of Beam alone"
+    if others := sorted({*model.config["layer_types"]} - {*ATTENTION}):
+        raise NotCounted(
+            f"model.path = {recipe.model.path}: has {others[0]} layers, and plans know {', '.join(ATTENTION)}"
         )
+    adapter, scheme = check_config_for(recipe, model.config)
     machine, on_gpus = machine_of(recipe)
     r = recipe.rollout
     kv_in_fp8 = str(r.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8")
     engine = engine_shape(
         model.config,
+        model.tensors,
         r.parallel,
         SIZE[recipe.trainer.dtype],
         scheme,
@@ -143,8 +144,9 @@ def case_of(recipe: Recipe) -> Case:
         kv_value_bytes=1 if kv_in_fp8 else None,
     )
     if r.checkpoint and Path(r.checkpoint).is_dir():  # one that is still on the hub counts as if it were BF16
-        engine = in_another_form(engine, model.config, SIZE[recipe.trainer.dtype], Path(r.checkpoint))
+        engine = in_another_form(engine, model.tensors, SIZE[recipe.trainer.dtype], Path(r.checkpoint))
     shelves, nodes = seat(recipe, machine, on_gpus)
+    shapes = rank_shapes(Whose(model.config, recipe.trainer.dtype, adapter, model.folder), recipe.trainer.parallel)
     return Case(recipe, model, adapter, scheme, machine, on_gpus, nodes, shelves, shapes, engine)
 
 

@@ -4,7 +4,6 @@ Imports what it needs when it is called, so that the command line is quick.
 """
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from beam_rl.errors import InputError
-from beam_rl.model_config import is_beam
 
 if TYPE_CHECKING:
     from beam_rl.recipe.tree import Recipe
@@ -85,15 +83,15 @@ def show_for(recipe: "Recipe") -> None:
 
 def refuse_if_too_large(recipe: "Recipe") -> None:
     """InputError, one line, if the run can't fit the machines of `cluster.gpu`, or this machine where it has no GPU."""
-    from beam_rl.plan.description import describe
-
     if recipe.cluster.gpu is None and not _may_be_too_large(recipe):
         return
-    if not is_beam(describe(recipe).config):
-        return
+    from beam_rl.plan.model_shapes import NotCounted
     from beam_rl.plan.plan import make_plan
 
-    plan = make_plan(recipe)
+    try:
+        plan = make_plan(recipe)
+    except NotCounted:
+        return
     if plan.problems:
         first = plan.problems[0]
         more = f" (and {len(plan.problems) - 1} more: beam-rl plan)" if len(plan.problems) > 1 else ""
@@ -102,7 +100,6 @@ def refuse_if_too_large(recipe: "Recipe") -> None:
 
 def _may_be_too_large(recipe: "Recipe") -> bool:
     """A quick look, so that small runs start at once: whether a model's state takes a quarter of a CPU's memory."""
-    from beam_rl.checkpoint_shapes import checkpoint_shapes
     from beam_rl.doctor import find_gpus
     from beam_rl.plan.case import host_memory
     from beam_rl.plan.description import describe
@@ -110,8 +107,5 @@ def _may_be_too_large(recipe: "Recipe") -> bool:
 
     if recipe.model.path in SIZES or recipe.cluster.address != "local" or find_gpus():
         return False  # of another machine's ranks this one's memory says nothing
-    config = describe(recipe).config
-    if not is_beam(config):
-        return False  # plans are of Beam
-    count = sum(math.prod(shape) for shape in checkpoint_shapes(config).values())
+    count = sum(stored.count for stored in describe(recipe).tensors.values())
     return STATE_BYTES * count > host_memory() / 4

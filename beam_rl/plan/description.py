@@ -6,12 +6,14 @@ A folder needs no more than its config.json; a small Beam is not made for it; of
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from beam_rl.errors import InputError
 from beam_rl.inputs import check_config
 from beam_rl.model_config import is_beam, named_as_beams
+from beam_rl.plan.tensors import Stored, beam_tensors, other_tensors
 from beam_rl.recipe.tree import Recipe
 
 BEAM_501B = "reflection/Beam-1.0-501B-A23B"
@@ -23,6 +25,11 @@ class Description:
     config: dict[str, Any]  # as config.json has it, with Beam's names
     source: str  # where it comes from, for people
     folder: Path | None = None  # of another model than Beam: where its config.json is
+
+    @cached_property
+    def tensors(self) -> dict[str, Stored]:
+        """The checkpoint's, by their names."""
+        return beam_tensors(self.config) if self.folder is None else other_tensors(self.folder)
 
 
 def describe(recipe: Recipe) -> Description:

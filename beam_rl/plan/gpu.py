@@ -13,6 +13,7 @@ from beam_rl.plan.case import Case
 from beam_rl.plan.engine_memory import ASLEEP_BYTES, GRAPHS_BYTES, on_gpu
 from beam_rl.plan.hardware import GIB
 from beam_rl.plan.memory import Bytes
+from beam_rl.plan.other_activations import other_parts
 
 GPU_LIBRARIES_BYTES = int(1.5 * GIB)  # a process's CUDA context, NCCL's buffers, cuBLAS's workspaces
 CPU_RANK_BYTES = 940_000_000  # resident in a trainer rank without a model, measured: torch, Megatron, Ray
@@ -86,9 +87,12 @@ def stage_activations(case: Case, pp: int) -> float:
     in_flight = (p.pp - pp) if p.vpp == 1 else (2 * (p.pp - pp - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
     in_flight = min(in_flight, micro_batches(case))
     stage = activations.Stage(kinds.count("dense"), kinds.count("sparse"), in_flight, pp == p.pp - 1)
+    own, there = sizes(case), tokens(case)
+    parts = activations.beam_parts(own, there) if case.model.folder is None else other_parts(own, there)
     return activations.peak(
-        sizes(case),
-        tokens(case),
+        parts,
+        own,
+        there,
         stage,
         trainer.recompute,
         trainer.logprob_chunk_tokens,
@@ -122,7 +126,20 @@ def sizes(case: Case) -> activations.Sizes:
         vocabulary=c["vocab_size"] // p.tp,
         value_bytes=case.value_bytes,
         fused=case.on_gpus,
+        **({} if case.model.folder is None else _of_other(case)),
     )
+
+
+def _of_other(case: Case) -> dict[str, Any]:
+    """What layers of other models than Beam have or lack, as the checkpoint's tensors tell."""
+    config, tensors = case.config, case.model.tensors
+    rope = config.get("rope_parameters") or {}
+    shared = [s.shape[0] for name, s in tensors.items() if ".shared_expert" in name and name.endswith("up_proj.weight")]
+    return {
+        "head_norms": any(name.endswith("self_attn.q_norm.weight") for name in tensors),
+        "rotary": round(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)),
+        "shared": max(shared, default=0) // case.recipe.trainer.parallel.tp,
+    }
 
 
 def tokens(case: Case) -> activations.Tokens:

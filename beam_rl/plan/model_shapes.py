@@ -77,7 +77,7 @@ class Unbuildable(InputError):
 
 
 class NotCounted(InputError):
-    """A model that has other layers on a GPU than can be built here."""
+    """A model that can be trained and has layers that a plan can't count."""
 
 
 def rank_shapes(model: Whose, parallel: Parallel) -> list[RankShape]:

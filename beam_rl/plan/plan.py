@@ -179,7 +179,7 @@ def _spread(case: Case, why: str) -> tuple[str, str]:
 
 def _engine_problems(case: Case) -> Iterator[Problem]:
     room = gpu.engine_sampling(case).kv_cache
-    needed = case.engine.kv_of(case.longest, case.config["sliding_window"])
+    needed = case.engine.kv_of(case.longest)
     if room >= needed:  # or vLLM would refuse to start
         return
     if not case.on_gpus:
@@ -238,7 +238,7 @@ def _node_problems(case: Case, node: host.Node, nvme: int, ranks: Sequence[Place
 
 def _notes(case: Case) -> list[str]:
     room = gpu.engine_sampling(case).kv_cache
-    each = case.engine.kv_of(case.longest, case.config["sliding_window"])
+    each = case.engine.kv_of(case.longest)
     nbytes, tensors = times.sync_size(case)
     owned = sum(memory.state_bytes(s, case.replicas, case.optimizer) for s in case.shapes)
     notes = [

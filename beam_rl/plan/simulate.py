@@ -68,7 +68,7 @@ def concurrency(case: Case) -> int:
     from beam_rl.plan.gpu import engine_sampling
 
     mean = case.recipe.data.max_prompt_tokens / 2 + MEAN_SHARE * case.recipe.rollout.max_response_tokens
-    each = case.engine.kv_of(round(mean), case.config["sliding_window"])
+    each = case.engine.kv_of(round(mean))
     fits = max(1, engine_sampling(case).kv_cache // max(1, each))
     return min(case.recipe.rollout.max_num_seqs, fits)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from beam_rl.checkpoint_shapes import checkpoint_shapes, is_fp32
 from beam_rl.errors import InputError
 from beam_rl.lora import adapter_tensors, repeated_tensors
 from beam_rl.plan import memory
@@ -133,10 +132,11 @@ def decode_step_seconds(case: Case, requests: float, context: float, shares: Sha
     """One token for each of an engine's requests: bytes read, FLOPs, collectives, and what is always there."""
     machine, e, config = case.machine, case.recipe.rollout.parallel, case.config
     work, workers = case.work, e.workers
-    met = config["num_experts"] * (1 - (1 - config["num_experts_per_tok"] / config["num_experts"]) ** requests)
+    experts = config["num_experts"]
+    met = experts * (1 - (1 - config["num_experts_per_tok"] / experts) ** requests) if experts else 0.0
     element = 33 / 32 if case.scheme else case.value_bytes
     weights = (work.dense + met * work.expert) * element / workers
-    kv = requests * case.engine.kv_of(round(context), config["sliding_window"]) / e.dp
+    kv = requests * case.engine.kv_of(round(context)) / e.dp
     bandwidth = (weights + kv) / (machine.hbm_bytes_per_s * shares.generate_bandwidth)
     rate = machine.fp8_flops if case.scheme and case.native_engine else machine.bf16_flops
     compute = 2 * work.active * requests / workers / (rate * shares.generate_flops)
@@ -163,11 +163,10 @@ def sync_size(case: Case) -> tuple[int, int]:
         sent = [math.prod(shape) for name, shape in shapes.items() if name not in repeated]
         return value * sum(sent), len(sent)
     nbytes = 0.0
-    shapes_of = checkpoint_shapes(config)
-    for name, shape in shapes_of.items():
+    for name, stored in case.model.tensors.items():
         mxfp8 = case.scheme is not None and case.scheme.has(name)
-        nbytes += math.prod(shape) * (4 if is_fp32(name) else 33 / 32 if mxfp8 else value)
-    return round(nbytes), len(shapes_of)
+        nbytes += stored.count * (4 if stored.fp32 else 33 / 32 if mxfp8 else value)
+    return round(nbytes), len(case.model.tensors)
 
 
 def transport(case: Case) -> str:

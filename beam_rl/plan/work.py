@@ -1,11 +1,10 @@
 """Multiplications and bytes of one token through the model: what its seconds are computed from. Pure."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from beam_rl.checkpoint_shapes import checkpoint_shapes
+from beam_rl.plan.tensors import Stored
 
 
 @dataclass(frozen=True)
@@ -20,18 +19,21 @@ class Work:
     window: int
 
 
-def work_of(config: Mapping[str, Any]) -> Work:
+def work_of(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Work:
     dense = expert = 0
-    for name, shape in checkpoint_shapes(config).items():
+    head = (
+        "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
+    )  # tied: it is met as the head
+    for name, stored in tensors.items():
         if ".experts.0." in name:
-            expert += math.prod(shape)
-        elif ".experts." not in name and name != "model.embed_tokens.weight":
-            dense += math.prod(shape)
+            expert += stored.count
+        elif ".experts." not in name and (name != "model.embed_tokens.weight" or name == head):
+            dense += stored.count
     full = sum(kind == "full_attention" for kind in config["layer_types"])
     heads = config["num_attention_heads"] * config["head_dim"]
     active = dense + config["num_experts_per_tok"] * expert
     sliding = len(config["layer_types"]) - full
-    return Work(active, dense, expert, 4.0 * heads * full, 4.0 * heads * sliding, config["sliding_window"])
+    return Work(active, dense, expert, 4.0 * heads * full, 4.0 * heads * sliding, config.get("sliding_window") or 0)
 
 
 def forward_flops(work: Work, tokens: float, mean_length: float) -> float:
