@@ -1,15 +1,18 @@
 """The remedies for Megatron and Bridge: bound to their versions, and reported when upstream needs them no longer."""
 
 import importlib.util
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-import megatron_tiny  # noqa: F401  (makes Megatron importable)
+import other_tiny  # makes Megatron importable
 import pytest
 import torch
 
 from beam_rl.megatron import compat
+from beam_rl.megatron.bridged import LLAMA3_ROPE, BridgedCheckpoint, RMSNorm
 
 
 def source(module: str) -> str:
@@ -80,3 +83,63 @@ def test_bridge_still_takes_a_missing_class_for_an_installed_one() -> None:
     from megatron.bridge.peft import utils
 
     assert utils.HAVE_TE is False
+
+
+# What `bridged.py` and `compat.amend` mend of other models than Beam.
+
+
+def test_bridge_still_overlooks_rope_parameters_of_a_part_of_each_head() -> None:
+    bridge = BridgedCheckpoint(str(other_tiny.checkpoint("glm")))
+    assert bridge.config.rope_parameters["partial_rotary_factor"] == 0.5
+    provider = bridge._bridge.to_megatron_provider(load_weights=False)
+    assert provider.rotary_percent != 0.5, "Bridge reads rope_parameters: `BridgedCheckpoint._set_rope` need not set it"
+
+
+def test_megatron_still_has_fixed_bounds_for_llama_3s_rope() -> None:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    fixed = inspect.signature(RotaryEmbedding._apply_scaling).parameters
+    assert {name: fixed[name].default for name in LLAMA3_ROPE} == LLAMA3_ROPE, (
+        "Megatron's are others: LLAMA3_ROPE has to be"
+    )
+    taken = inspect.signature(RotaryEmbedding.__init__).parameters
+    assert not LLAMA3_ROPE.keys() & taken.keys(), "Megatron takes them: `_set_rope` need not refuse other ones"
+
+
+def test_megatrons_norm_for_a_cpu_still_refuses_sequence_parallelism() -> None:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config = SimpleNamespace(
+        layernorm_zero_centered_gamma=False,
+        persist_layer_norm=False,
+        sequence_parallel=True,
+        memory_efficient_layer_norm=False,
+        normalization="RMSNorm",
+    )
+    try:
+        WrappedTorchNorm(config, 4)  # type: ignore[arg-type]
+    except AssertionError as error:
+        assert "sequence parallel" in str(error)
+    else:
+        pytest.fail("Megatron's norm takes sequence parallelism: `bridged.RMSNorm` is there for its rounding alone")
+
+
+def test_megatrons_norm_still_rounds_once() -> None:
+    x, weight = torch.randn(64, 256).bfloat16(), torch.rand(256).bfloat16() + 0.5
+    config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
+    ours = RMSNorm(config, 256)
+    ours.weight.data.copy_(weight)
+    theirs = torch.nn.functional.rms_norm(x, (256,), weight, 1e-6)
+    assert (ours(x) != theirs).any(), (
+        "torch rounds as vLLM and transformers do: `bridged.RMSNorm` is there for sp alone"
+    )
+
+
+def test_bridge_still_lacks_names_of_single_experts_and_a_way_to_be_quiet_as_it_loads() -> None:
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+
+    named = "local_experts" in source("megatron.bridge.models.glm.glm45_bridge")
+    assert not named, "Bridge names GLM-4.5's experts one by one: see whether `compat.amend` has to for other families"
+    loading = inspect.getsource(MegatronModelBridge.load_weights_hf_to_megatron)
+    shown = "self._with_progress_tracking(hf_to_megatron_tasks, description)" in loading
+    assert shown, "Bridge loads without a progress bar if asked: `compat.amend` need not take it away"
