@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from beam_rl.errors import InputError
 from beam_rl.inputs import check_checkpoint
+from beam_rl.limits import FILES, file_limit, needs_of, process_room
 from beam_rl.recipe.tree import Recipe
 
 GIB = 2**30
@@ -44,7 +45,7 @@ def examine(recipe: Recipe | None = None) -> list[Check]:
     gpus = find_gpus()
     checks = [*_python(), *_packages(bool(gpus)), *_gpus(gpus, recipe), *_memory(recipe), *_disk()]
     if recipe is not None:
-        checks += [*_model(recipe), *_nvme(recipe), *_ray(recipe), *_hub(recipe)]
+        checks += [*_limits(recipe), *_model(recipe), *_nvme(recipe), *_ray(recipe), *_hub(recipe)]
     return checks
 
 
@@ -133,6 +134,28 @@ def _disk() -> Iterator[Check]:
 
 
 # --- what a recipe wants ----------------------------------------------------------------------------------
+
+
+def _limits(recipe: Recipe) -> Iterator[Check]:
+    """What a run has at once; without environments' processes it can start, and their responses fail one by one."""
+    needs, room, files = needs_of(recipe), process_room(), file_limit()
+    of_episodes = f", {needs.episodes} of them environments" if needs.episodes else ""
+    fewer = ", or fewer rollout.prompts_per_step · samples_per_prompt" if needs.episodes else ""
+    for name, needed, least, there, which in (
+        ("processes", needs.processes, needs.threads, *(room or (None, ""))),
+        ("open files", needs.files, FILES, files, "ulimit -Hn"),
+    ):
+        may = (
+            "any number"
+            if there is None
+            else f"{there} more ({which})"
+            if name == "processes"
+            else f"{there} ({which})"
+        )
+        enough = there is None or there >= needed
+        status: Status = "ok" if enough else "warn" if there is not None and there >= least else "fail"
+        found = f"up to {needed}{of_episodes}; there may be {may}"
+        yield Check(name, status, found, "" if enough else f"raise {which}{fewer}")
 
 
 def _model(recipe: Recipe) -> Iterator[Check]:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from beam_rl.cli import app
 from beam_rl.doctor import Check, disk_rates, examine
+from beam_rl.limits import file_limit, needs_of, process_room
 from beam_rl.recipe.load import load
 from beam_rl.tiny.checkpoint import fresh_model, save_hf
 
@@ -78,6 +79,48 @@ def test_the_nvme_is_measured_and_left_as_it_was(machine: Path) -> None:
     assert "GB/s" in found(f"{key}={machine}")[key].found and sorted(machine.iterdir()) == before
     missing = found(f"{key}={machine / 'none'}")[key]
     assert missing.status == "fail" and "no folder that can be written to" in missing.found
+
+
+TURNS = TINY.with_name("tiny_cpu_turns.yaml")
+
+
+def test_environments_are_compared_with_how_many_processes_and_files_there_may_be(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = load(TURNS, ["rollout.over_sampling=1.5"])
+    assert needs_of(turns).episodes == 1.5 * 32 * 8 and needs_of(load(TINY)).episodes == 0
+    ahead = load(TURNS, ["rollout.pace=asynchronous", "algorithm.staleness=2", "rollout.unfinished=continue"])
+    assert needs_of(ahead).episodes == 3 * 32 * 8
+    joined = load(TINY, ["cluster.address=auto", "trainer.parallel.dp=8"])
+    assert (
+        needs_of(joined).threads
+        < needs_of(load(TINY)).threads
+        < needs_of(load(TINY, ["trainer.parallel.dp=8"])).threads
+    )
+    monkeypatch.setattr("beam_rl.doctor.process_room", lambda: (needs_of(turns).processes, "ulimit -u"))
+    monkeypatch.setattr("beam_rl.doctor.file_limit", lambda: needs_of(turns).files - 1)
+    checks = {check.name: check for check in examine(turns)}
+    assert checks["processes"].status == "ok" and ", 384 of them environments" in checks["processes"].found
+    assert checks["open files"].status == "warn" and checks["open files"].mend.startswith("raise ulimit -Hn, or fewer")
+    monkeypatch.setattr("beam_rl.doctor.process_room", lambda: (100, "the container's limit on processes"))
+    check = found()["processes"]
+    assert check.status == "fail" and check.mend == "raise the container's limit on processes"
+    monkeypatch.setattr("beam_rl.doctor.process_room", lambda: None)
+    monkeypatch.setattr("beam_rl.doctor.file_limit", lambda: None)
+    assert {found()[name].status for name in ("processes", "open files")} == {"ok"}
+
+
+def test_the_nearest_limit_on_processes_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (4096, 8192))
+    monkeypatch.setattr("beam_rl.limits.CGROUP", tmp_path)
+    assert process_room() == (4096, "ulimit -u") and file_limit() == 8192
+    (tmp_path / "pids.max").write_text("300\n")
+    (tmp_path / "pids.current").write_text("100\n")
+    assert process_room() == (200, "the container's limit on processes")
+    (tmp_path / "pids.max").write_text("max\n")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert process_room() is None, "root is held to none"
 
 
 def test_nobody_at_an_address_is_told_in_one_line(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
