@@ -119,13 +119,14 @@ def eval(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Sample an eval set and print avg@k with its 95 % interval, and pass@k.
+    """Sample an eval set and print the mean score with its 95 % interval, and pass@k.
 
     Of a run's folder the last checkpoint is evaluated, of a recipe the model it starts from. An HF folder has no recipe:
     give data.eval.path=FILE, and verifier.name or rollout.max_response_tokens where the defaults do not do.
 
-    avg@k is the mean score over all samples; its interval is the mean ± 1.96 standard errors of the prompts' means, so
-    it holds for other prompts of the kind. pass@k is the unbiased estimate, 1 − C(n − passed, k) / C(n, k) of n samples.
+    avg@n is the mean score over all n samples of a prompt (eval.samples_per_prompt); its interval is the mean ± 1.96
+    standard errors of the prompts' means, so it holds for other prompts of the kind. pass@k is the unbiased estimate,
+    1 − C(n − passed, k) / C(n, k).
     """
     from beam_rl.start import run_evaluation
 
@@ -136,7 +137,7 @@ def eval(
     interval = result["ci95"]
     between = f" (95 % interval over prompts {interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
     typer.echo(
-        f"{result['task']}: avg@{result['k']} {result['avg@k']:.1%}{between}, "
+        f"{result['task']}: avg@{result['samples']} {result['avg@k']:.1%}{between}, "
         f"pass@{result['k']} {result['pass@k']:.1%}, {result['prompts']} prompts"
     )
 

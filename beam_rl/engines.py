@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +71,7 @@ class Engines:
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Condition()
         self._hush = asyncio.Event()  # set: nothing is to be sampled
+        self._drafted = (0, 0)  # and taken, beside what the slots' engines have counted since
         self._answering = 0  # calls of `_answer` under way
         self._over: Exception | None = None  # why nobody is answered any more
 
@@ -352,12 +353,15 @@ class Engines:
         self._wait(note())
 
     def take_drafts(self) -> tuple[int, int]:
-        """Tokens that were drafted for the engines since the last call, and those of them that were taken."""
+        """Tokens that were drafted for the engines since the last call, and those of them that were taken.
+
+        Without those of `drafts_apart`.
+        """
 
         async def ask() -> list[int]:
             serving = [slot for slot in self.slots if slot.state == "serving"]
             asked = (_awaited(slot.actor.counters.remote()) for slot in serving)
-            new = [0, 0]
+            new, self._drafted = [*self._drafted], (0, 0)
             for slot, found in zip(serving, await asyncio.gather(*asked, return_exceptions=True), strict=True):
                 if not isinstance(found, BaseException):  # else it is being lost
                     now = found.drafted_tokens, found.accepted_tokens
@@ -367,6 +371,17 @@ class Engines:
 
         drafted, accepted = self._wait(ask())
         return drafted, accepted
+
+    @contextlib.contextmanager
+    def drafts_apart(self) -> Iterator[None]:
+        """What is drafted inside is no step's: for what is sampled to look at, while nothing is to train on."""
+        if self.recipe.rollout.speculative is None:
+            yield
+            return
+        before = self.take_drafts()
+        yield
+        self.take_drafts()
+        self._drafted = before
 
     def take_counters(self) -> Counters:
         """What went wrong since the last call."""

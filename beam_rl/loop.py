@@ -198,9 +198,10 @@ class Loop:
     def check_engines(self) -> None:
         """Trainer and engines agree on a few responses before anything is built on them."""
         with self.report.phase("checking that trainer and engines agree"):
-            samples = attend(
-                beside(lambda: parity_samples(self.recipe, self.inputs, self.engines, CHECK_TOKENS)), self.mend
-            )
+            with self.engines.drafts_apart():
+                samples = attend(
+                    beside(lambda: parity_samples(self.recipe, self.inputs, self.engines, CHECK_TOKENS)), self.mend
+                )
             self.engines.forget_prefixes()
             self.turns.to_trainer()
             gap = parity_metrics(self.policy.score([samples]))["parity/abs_logprob_diff_mean"]
@@ -272,7 +273,8 @@ class Loop:
         samples = len(self.inputs.eval_prompts) * self.recipe.eval.samples_per_prompt
         with step.phase("evaluating", "eval", samples) as phase:
             parts = (self.inputs.eval_prompts, self.engines, self.verifier, self.inputs.decode, self.recipe)
-            answers = attend(beside(lambda: evaluate(*parts, phase.advance)), self.mend)
+            with self.engines.drafts_apart():
+                answers = attend(beside(lambda: evaluate(*parts, phase.advance)), self.mend)
         self.engines.forget_prefixes()  # a resumed run has not evaluated, and must sample the same
         shown = self.recipe.logging.samples_per_step
         self.run.log_evaluation(step.number, answers.records(self.inputs.decode, shown))
@@ -378,12 +380,15 @@ def environment_metrics(rollout: Rollout, step: int) -> dict[str, float]:
 
 
 def evaluation_metrics(scores: Evaluation, task: str) -> dict[str, float]:
-    """avg@k with the ends of its interval, which a single prompt does not have, and pass@k."""
-    found = {eval_metric(task, "avg", scores.k): scores.avg, eval_metric(task, "pass", scores.k): scores.pass_rate}
+    """avg@k, k the samples of a prompt, with the ends of its interval, which a single prompt does not have, and pass@k."""
+    found = {
+        eval_metric(task, "avg", scores.samples): scores.avg,
+        eval_metric(task, "pass", scores.k): scores.pass_rate,
+    }
     if scores.ci95:
         found |= {
-            eval_metric(task, "low", scores.k): scores.ci95[0],
-            eval_metric(task, "high", scores.k): scores.ci95[1],
+            eval_metric(task, "low", scores.samples): scores.ci95[0],
+            eval_metric(task, "high", scores.samples): scores.ci95[1],
         }
     return found
 

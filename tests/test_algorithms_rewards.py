@@ -108,6 +108,7 @@ def test_evaluation_by_hand() -> None:
         "k": 2,
         "prompts": 3,
         "ci95": [0.0, 1.0],
+        "samples": 2,
     }
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ import ray
 from rollout_fixtures import VOCABULARY, Engines, Reference, RunningEngine, settings
 from test_rollout_engine import assert_agrees
 
+from beam_rl.engines import Engines as AllEngines
+from beam_rl.engines import Slot
 from beam_rl.errors import InputError
 from beam_rl.loop import StepError, draft_metrics
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Speculative
 from beam_rl.rollout.engine import Engine
 from beam_rl.samples import Completion, Request
+from beam_rl.seats import Seat
 from beam_rl.tiny.checkpoint import tiny_tokenizer
 
 pytest_plugins = ["rollout_fixtures"]
@@ -98,6 +102,20 @@ def test_samples_are_distributed_as_without_drafts(drafting: RunningEngine, engi
     sure = pooled * count > 8  # else the difference is not nearly normal
     assert sure[1:].sum() > 20
     assert (np.abs(with_drafts - without)[sure] / spread[sure]).max() < 5
+
+
+def test_drafts_of_an_evaluation_are_no_steps(drafting: RunningEngine, tmp_path: Path) -> None:
+    playing = AllEngines(load(TINY, ["rollout.speculative={tokens: 3}"]), tmp_path, tmp_path)
+    playing.slots = [Slot(0, Seat(), drafting.actor, None, "serving")]
+    threading.Thread(target=playing._loop.run_forever, daemon=True).start()
+    playing.take_drafts()
+    before = drafting.call("counters").drafted_tokens
+    playing.generate([asked(8, 12, 0.7, seed=4)])
+    of_step = drafting.call("counters").drafted_tokens - before
+    with playing.drafts_apart():
+        playing.generate([asked(8, 12, 0.7, seed=5)])
+    assert playing.take_drafts()[0] == of_step > 0 and playing.take_drafts() == (0, 0)
+    playing._loop.call_soon_threadsafe(playing._loop.stop)
 
 
 def test_drafts_that_never_came_end_the_step() -> None:

@@ -230,7 +230,7 @@ def test_eval_of_the_exported_folder_needs_no_trainer_and_gives_the_runs_last_sc
     done = subprocess.run([*command, "--k", "2", "--json"], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert list(found) == ["task", "avg@k", "pass@k", "k", "prompts", "ci95"] and found["k"] == 2
+    assert list(found) == ["task", "avg@k", "pass@k", "k", "prompts", "ci95", "samples"] and found["k"] == 2
     assert found["avg@k"] == pytest.approx(metrics(whole)[-1]["eval/toy/avg@8"], abs=0.01)
     assert found["avg@k"] < found["pass@k"] < 1 and "starting engines" in done.stderr and "trainer" not in done.stderr
 

@@ -11,14 +11,15 @@ Z95 = 1.96  # standard errors to each side of a mean
 
 @dataclass(frozen=True)
 class Evaluation:
-    avg: float  # avg@k: the mean score
+    avg: float  # avg@k, whose k is all samples: the mean score
     pass_rate: float  # pass@k: the expected share of prompts with a full score among k samples
+    samples: int  # of a prompt
     k: int
     prompts: int
-    ci95: tuple[float, float] | None  # of avg@k over prompts; None with a single prompt
+    ci95: tuple[float, float] | None  # of the mean score over prompts; None with a single prompt
 
     def record(self, task: str) -> dict[str, object]:
-        """The JSON object of `beam-rl eval --json`."""
+        """The JSON object of `beam-rl eval --json`: `k` is that of pass@k, of avg@k it is `samples`."""
         return {
             "task": task,
             "avg@k": self.avg,
@@ -26,6 +27,7 @@ class Evaluation:
             "k": self.k,
             "prompts": self.prompts,
             "ci95": None if self.ci95 is None else list(self.ci95),
+            "samples": self.samples,
         }
 
 
@@ -53,6 +55,7 @@ def evaluate(scores: Tensor, k: int | None = None) -> Evaluation:
     return Evaluation(
         avg=means.mean().item(),
         pass_rate=pass_at_k((values == 1).sum(1), samples, k).mean().item(),
+        samples=samples,
         k=k,
         prompts=prompts,
         ci95=_interval(means),
