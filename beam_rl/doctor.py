@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from beam_rl.errors import InputError
-from beam_rl.inputs import check_checkpoint
+from beam_rl.inputs import check_built, check_checkpoint
 from beam_rl.limits import FILES, file_limit, needs_of, process_room
 from beam_rl.recipe.tree import Recipe
 
@@ -167,7 +167,7 @@ def _model(recipe: Recipe) -> Iterator[Check]:
         yield Check("model.path", "ok", f"{name}: {where}")
         return
     try:
-        check_checkpoint(Path(name))
+        check_built(recipe, Path(name).resolve(), check_checkpoint(Path(name)))
         missing = missing_weights(Path(name))
     except InputError as error:
         yield Check("model.path", "fail", str(error), "name the folder of a checkpoint that can be trained")

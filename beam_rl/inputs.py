@@ -249,11 +249,11 @@ def check_built(recipe: Recipe, model_path: Path, config: dict[str, Any]) -> Non
     if is_beam(config):
         return
     from beam_rl.doctor import find_gpus
-    from beam_rl.plan.model_shapes import Whose, check_buildable
+    from beam_rl.plan.model_shapes import Counted, check_buildable
 
-    whose = Whose(named_as_beams(config), recipe.trainer.dtype, _adapter(recipe, config), model_path)
+    counted = Counted(named_as_beams(config), recipe.trainer.dtype, _adapter(recipe, config), model_path)
     may_have_gpus = recipe.cluster.gpu is not None or recipe.cluster.address != "local"
-    check_buildable(whose, recipe.trainer.parallel, may_have_gpus or bool(find_gpus()))
+    check_buildable(counted, recipe.trainer.parallel, may_have_gpus or bool(find_gpus()))
 
 
 def start_adapter(recipe: Recipe) -> str | None:

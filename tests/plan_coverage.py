@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from beam_rl.checkpoint_shapes import checkpoint_shapes
-from beam_rl.plan.model_shapes import Whose, as_rank, build_on_meta
+from beam_rl.plan.model_shapes import Counted, as_rank, build_on_meta
 from beam_rl.recipe.tree import Parallel
 
 Box = tuple[int, int, int, int]  # first and last row, first and last column, the last ones not included
@@ -36,7 +36,7 @@ def problems(config: Mapping[str, Any], parallel: Parallel) -> Iterator[str]:
     shapes, boxes = checkpoint_shapes(config), defaultdict(set)
     for rank in distinct_ranks(parallel):
         with as_rank(rank, parallel):
-            yield from _look_at(rank, build_on_meta(Whose(config, "bf16", None), parallel), hf, shapes, boxes)
+            yield from _look_at(rank, build_on_meta(Counted(config, "bf16", None), parallel), hf, shapes, boxes)
     yield from (f"no rank holds {name}" for name in shapes.keys() - boxes.keys())
     yield from (f"not in the checkpoint: {name}" for name in boxes.keys() - shapes.keys())
     for name in shapes.keys() & boxes.keys():

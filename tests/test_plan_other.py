@@ -15,9 +15,9 @@ from transformers import OlmoeConfig
 from typer.testing import CliRunner
 
 from beam_rl.cli import app
-from beam_rl.inputs import adapter_for
+from beam_rl.inputs import adapter_for, check_built
 from beam_rl.model_config import full_config
-from beam_rl.plan import activations, command, gpu
+from beam_rl.plan import activations, command, gpu, model_shapes
 from beam_rl.plan.case import Case, case_of
 from beam_rl.plan.description import describe
 from beam_rl.plan.model_shapes import NotCounted
@@ -126,6 +126,19 @@ def test_the_whole_plan_is_there_on_a_cpu_and_on_gpus(kind: str) -> None:
     lengths = draw_lengths(64, 16, 0)
     assert len(simulate(on_gpus, Shares(), lengths)) == 3
     assert suggest(on_gpus, Shares(), lengths, tries=2)
+
+
+def test_a_model_that_only_crashes_without_memory_has_no_plan_and_may_be_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def crash(order: str) -> str:
+        raise RuntimeError("Traceback\nNotImplementedError: Cannot copy out of meta tensor")
+
+    monkeypatch.setattr(model_shapes, "_answer", crash)
+    asked, folder = recipe("dense"), other.checkpoint("dense")
+    check_built(asked, folder, full_config(folder))
+    with pytest.raises(NotCounted, match="no plan .NotImplementedError: Cannot copy out of meta tensor.$"):
+        case_of(asked)
 
 
 def test_what_can_not_be_counted_is_said_in_a_line_and_keeps_no_run_from_starting(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from beam_rl.plan.description import Description, describe
 from beam_rl.plan.engine_memory import EngineShape, engine_shape, in_another_form
 from beam_rl.plan.hardware import Hardware, find, read_table
 from beam_rl.plan.memory import SIZE, OptimizerKind, Replicas
-from beam_rl.plan.model_shapes import NotCounted, RankShape, Whose, rank_shapes
+from beam_rl.plan.model_shapes import Counted, NotCounted, RankShape, rank_shapes
 from beam_rl.plan.work import Work, work_of
 from beam_rl.recipe.tree import Recipe
 
@@ -43,8 +43,8 @@ class Case:
         return self.model.config
 
     @property
-    def whose(self) -> Whose:
-        return Whose(self.config, self.recipe.trainer.dtype, self.adapter, self.model.folder)
+    def counted(self) -> Counted:
+        return Counted(self.config, self.recipe.trainer.dtype, self.adapter, self.model.folder)
 
     @property
     def placement(self) -> Placement:
@@ -146,7 +146,7 @@ def case_of(recipe: Recipe) -> Case:
     if r.checkpoint and Path(r.checkpoint).is_dir():  # one that is still on the hub counts as if it were BF16
         engine = in_another_form(engine, model.tensors, SIZE[recipe.trainer.dtype], Path(r.checkpoint))
     shelves, nodes = seat(recipe, machine, on_gpus)
-    shapes = rank_shapes(Whose(model.config, recipe.trainer.dtype, adapter, model.folder), recipe.trainer.parallel)
+    shapes = rank_shapes(Counted(model.config, recipe.trainer.dtype, adapter, model.folder), recipe.trainer.parallel)
     return Case(recipe, model, adapter, scheme, machine, on_gpus, nodes, shelves, shapes, engine)
 
 

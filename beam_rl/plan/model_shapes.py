@@ -61,7 +61,7 @@ class RankShape:
 
 
 @dataclass(frozen=True)
-class Whose:
+class Counted:
     """The model that is counted."""
 
     config: Mapping[str, Any]  # with Beam's names
@@ -80,16 +80,17 @@ class NotCounted(InputError):
     """A model that can be trained and has layers that a plan can't count."""
 
 
-def rank_shapes(model: Whose, parallel: Parallel) -> list[RankShape]:
+def rank_shapes(model: Counted, parallel: Parallel) -> list[RankShape]:
     """The shape of every rank, in their order. Raises what `shapes_of_layouts` does."""
     return shapes_of_layouts(model, [parallel])[0]
 
 
-def shapes_of_layouts(model: Whose, layouts: Sequence[Parallel]) -> list[list[RankShape]]:
+def shapes_of_layouts(model: Counted, layouts: Sequence[Parallel]) -> list[list[RankShape]]:
     """The same for several layouts, in the time that one takes to start.
 
     Raises:
-        Unbuildable: a model that Megatron can't be given as it is. NotCounted: one that it can, with Transformer Engine.
+        Unbuildable: a model that Megatron can't be given as it is. NotCounted: one that it can, with Transformer Engine,
+            or that can't be built without memory.
     """
     answer = _ask(model, layouts)
     if answer["refused"] and answer["unlike_on_gpu"]:
@@ -104,14 +105,17 @@ def shapes_of_layouts(model: Whose, layouts: Sequence[Parallel]) -> list[list[Ra
     return found
 
 
-def check_buildable(model: Whose, parallel: Parallel, on_gpus: bool) -> None:
+def check_buildable(model: Counted, parallel: Parallel, on_gpus: bool) -> None:
     """InputError, in one line, for what a trainer in that layout would find out once it has built the model."""
-    answer = _ask(model, [parallel])
+    try:
+        answer = _ask(model, [parallel])
+    except NotCounted:
+        return  # whether it can be trained, the trainer will know
     if answer["refused"] and not (on_gpus and answer["unlike_on_gpu"]):
         raise Unbuildable(answer["refused"])
 
 
-def _ask(model: Whose, layouts: Sequence[Parallel]) -> dict[str, Any]:
+def _ask(model: Counted, layouts: Sequence[Parallel]) -> dict[str, Any]:
     folder = model.folder
     order = {
         "config": dict(model.config),
@@ -121,7 +125,15 @@ def _ask(model: Whose, layouts: Sequence[Parallel]) -> dict[str, Any]:
         "has_weights": folder is not None and any(file.exists() for file in weight_files(folder)),
         "layouts": [parallel.model_dump() for parallel in layouts],
     }
-    return json.loads(_answer(json.dumps(order)))
+    try:
+        return json.loads(_answer(json.dumps(order, default=str)))
+    except RuntimeError as error:
+        if folder is None:
+            raise
+        reason = str(error).strip().splitlines()[-1]
+        raise NotCounted(
+            f"model.path = {folder}: can't be built without memory, so it has no plan ({reason})"
+        ) from None
 
 
 @lru_cache(8)  # a run asks whether its model can be built, and the plan how large it is
@@ -167,7 +179,7 @@ def as_rank(rank: int, parallel: Parallel) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build_on_meta(model: Whose, parallel: Parallel) -> "list[GPTModel]":
+def build_on_meta(model: Counted, parallel: Parallel) -> "list[GPTModel]":
     """This rank's chunks of the model, with the adapter on them; parameters have shapes and no memory.
 
     Call it inside `as_rank`, after `megatron.compat.install()`. InputError for a model that can't be trained.
@@ -187,7 +199,7 @@ def build_on_meta(model: Whose, parallel: Parallel) -> "list[GPTModel]":
     return chunks
 
 
-def _fields(model: Whose, parallel: Parallel) -> "tuple[torch.dtype, torch.device, dict[str, Any]]":
+def _fields(model: Counted, parallel: Parallel) -> "tuple[torch.dtype, torch.device, dict[str, Any]]":
     """The dtype, the device, and Megatron's names for the layout."""
     import torch
 
@@ -197,7 +209,7 @@ def _fields(model: Whose, parallel: Parallel) -> "tuple[torch.dtype, torch.devic
     return types[model.dtype], torch.device("meta"), layout_fields(parallel, model.config["num_hidden_layers"], "none")
 
 
-def _beam(model: Whose, parallel: Parallel) -> "list[GPTModel]":
+def _beam(model: Counted, parallel: Parallel) -> "list[GPTModel]":
     from transformers import AutoConfig
 
     from beam_rl.megatron.model import build_chunks, config_from_hf
@@ -208,7 +220,7 @@ def _beam(model: Whose, parallel: Parallel) -> "list[GPTModel]":
     return list(build_chunks(config_from_hf(hf, dtype, device, **fields)))
 
 
-def _bridged(model: Whose, parallel: Parallel) -> "list[GPTModel]":
+def _bridged(model: Counted, parallel: Parallel) -> "list[GPTModel]":
     import torch.distributed as dist
 
     from beam_rl.megatron.bridged import BridgedCheckpoint
@@ -219,7 +231,7 @@ def _bridged(model: Whose, parallel: Parallel) -> "list[GPTModel]":
     return checkpoint.build(checkpoint.megatron_config(dtype, device, place, None, **fields), place)
 
 
-def check_names(model: Whose) -> None:
+def check_names(model: Counted) -> None:
     """InputError where checkpoint and model have not the same tensors.
 
     With a rank for every expert, of which the first one is built: the others differ by the expert's number alone.
@@ -256,7 +268,7 @@ def shape_of(chunks: "Sequence[GPTModel]") -> RankShape:
     return RankShape(held, largest, adapter, buffers)
 
 
-def _shapes(model: Whose, layouts: Sequence[Parallel]) -> Iterator[list[RankShape]]:
+def _shapes(model: Counted, layouts: Sequence[Parallel]) -> Iterator[list[RankShape]]:
     """One rank's shape for each layout and stage: within a stage all are alike."""
     for parallel in layouts:
         shapes = []
@@ -270,7 +282,7 @@ def _main() -> None:
     """Reads an order from stdin; prints the shapes, or what the trainer would refuse."""
     order = json.loads(sys.stdin.read())
     adapter = order["adapter"] and Adapter(**order["adapter"] | {"targets": tuple(order["adapter"]["targets"])})
-    model = Whose(order["config"], order["dtype"], adapter, order["folder"] and Path(order["folder"]))
+    model = Counted(order["config"], order["dtype"], adapter, order["folder"] and Path(order["folder"]))
     from beam_rl.megatron import compat
 
     compat.install()

@@ -33,7 +33,7 @@ class Suggestion:
 def suggest(case: Case, shares: Shares, lengths: NDArray[np.float64], tries: int = TRIES) -> list[Suggestion]:
     """Layouts of `trainer.parallel` and `trainer.recompute` that fit, the quickest first."""
     layouts = list(islice(_ordered(case), tries))
-    shapes = shapes_of_layouts(case.whose, layouts)
+    shapes = shapes_of_layouts(case.counted, layouts)
     found: list[Suggestion] = []
     for parallel, of_ranks in zip(layouts, shapes, strict=True):
         for recompute in RECOMPUTE:  # less recomputation is quicker
