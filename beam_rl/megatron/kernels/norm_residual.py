@@ -27,6 +27,7 @@ class Launch(NamedTuple):
     registers: int | None = None  # of a thread, at most
     warps_per_sm: int = 0  # of programs in the backward pass, where each has a partial sum of the weights' gradients
     stages: int = 1  # rows on their way to a program, itself at work on one of them
+    hold: bool = True  # the weights in registers, not loaded for each row
 
     def tiles(self, width: int) -> dict[str, Any]:
         part = max(triton.next_power_of_2(width) // self.parts, 1)
@@ -37,20 +38,24 @@ class Launch(NamedTuple):
 
 # Without and with a second norm.
 FORWARD = {False: Launch(8, 256), True: Launch(8, 256)}
-BACKWARD = {False: Launch(8, 256, 168, 12), True: Launch(8, 128, 128, 16, 2)}
+BACKWARD = {False: Launch(8, 128, 80, 24, 2, False), True: Launch(8, 128, 128, 16, 2, False)}
 STAGED_BYTES = 200 * 2**10  # the room for rows on their way
+
+
+@triton.jit
+def _row():
+    """A row's parts, before there are any."""
+    return ()
 
 
 @triton.jit
 def _load(row, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
     """The row's parts, each (PART,) FP32."""
-    parts = ()
+    parts = _row()
     for i in tl.static_range(PARTS):
         column = i * PART + tl.arange(0, PART)
-        if (i + 1) * PART <= WIDTH:
-            part = tl.load(row + column)
-        else:
-            part = tl.load(row + column, mask=column < WIDTH, other=0.0)
+        at, whole = row + column, (i + 1) * PART <= WIDTH
+        part = tl.load(at) if whole else tl.load(at, mask=column < WIDTH, other=0.0)
         parts += (part.to(tl.float32),)
     return parts
 
@@ -59,10 +64,7 @@ def _load(row, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
 def _store(row, parts, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
     for i in tl.static_range(PARTS):
         column = i * PART + tl.arange(0, PART)
-        if (i + 1) * PART <= WIDTH:
-            store_rounded(row + column, parts[i], None)
-        else:
-            store_rounded(row + column, parts[i], column < WIDTH)
+        store_rounded(row + column, parts[i], None if (i + 1) * PART <= WIDTH else column < WIDTH)
 
 
 @triton.jit
@@ -78,7 +80,7 @@ def _product(a, b, PARTS: tl.constexpr):
 def _norm(x, weight, eps, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     """weight · x over its root mean square, and what x was multiplied by."""
     factor = tl.rsqrt(tl.div_rn(_product(x, x, PARTS), WIDTH * 1.0) + eps)
-    y = ()
+    y = _row()
     for i in tl.static_range(PARTS):
         y += (weight[i] * (x[i] * factor),)
     return y, factor
@@ -87,13 +89,13 @@ def _norm(x, weight, eps, WIDTH: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def _norm_backward(grad, scale, x, weight, factor, total, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     """The gradient of x from grad · scale, that of weight · x · factor; and total with the weight's added to it."""
-    inner, added = (), ()
+    inner, added = _row(), _row()
     for i in tl.static_range(PARTS):
         part = grad[i] * (scale * factor)
         added += (total[i] + part * x[i],)
         inner += (part * weight[i],)
     along = _product(inner, x, PARTS) * (factor * factor / WIDTH)
-    dx = ()
+    dx = _row()
     for i in tl.static_range(PARTS):
         dx += (inner[i] - x[i] * along,)
     return dx, added
@@ -113,7 +115,7 @@ def _forward_kernel(
     y, factor = _norm(value, _load(weight, WIDTH, PART, PARTS), eps, WIDTH, PARTS)
     tl.store(factors + tl.program_id(0), factor)
     if ADD:
-        h = ()
+        h = _row()
         for i in tl.static_range(PARTS):
             scaled = rounded(rounded(y[i], dtype) * x_scale, dtype)
             h += (rounded(scaled + rounded(other[i] * residual_scale, dtype), dtype),)
@@ -129,16 +131,18 @@ def _forward_kernel(
 def _backward_kernel(
     x, weight, h, next_weight, factors, d_out, d_normed, dx, d_residual, partial, rows, x_scale, residual_scale,
     ADD: tl.constexpr, NEXT: tl.constexpr, WEIGHTS: tl.constexpr,
-    WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """Every so many-th row a program. partial: (1 or 2, programs, width) FP32 sums of the weights', with WEIGHTS."""
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    total, next_total = (), ()
+    total, next_total = _row(), _row()
     for _ in tl.static_range(PARTS):
         total += (tl.zeros((PART,), tl.float32),)
         next_total += (tl.zeros((PART,), tl.float32),)
-    if not NEXT:  # else there are no registers for it
+    if HOLD:
         w = _load(weight, WIDTH, PART, PARTS)
+        if NEXT:
+            next_w = _load(next_weight, WIDTH, PART, PARTS)
     for row in tl.range(first, rows, programs, num_stages=STAGES):
         at = row * WIDTH
         grad = _load(d_out + at, WIDTH, PART, PARTS)
@@ -147,15 +151,17 @@ def _backward_kernel(
         if NEXT:
             of_normed, before = _load(d_normed + at, WIDTH, PART, PARTS), _load(h + at, WIDTH, PART, PARTS)
             next_factor = tl.load(factors + rows + row)
-            w = _load(next_weight, WIDTH, PART, PARTS)
-            of_h, next_total = _norm_backward(of_normed, 1.0, before, w, next_factor, next_total, WIDTH, PARTS)
-            both = ()
+            if not HOLD:
+                next_w = _load(next_weight, WIDTH, PART, PARTS)
+            of_h, next_total = _norm_backward(of_normed, 1.0, before, next_w, next_factor, next_total, WIDTH, PARTS)
+            both = _row()
             for i in tl.static_range(PARTS):
                 both += (grad[i] + of_h[i],)
             grad = both
+        if not HOLD:
             w = _load(weight, WIDTH, PART, PARTS)
         if ADD:
-            of_residual = ()
+            of_residual = _row()
             for i in tl.static_range(PARTS):
                 of_residual += (grad[i] * residual_scale,)
             _store(d_residual + at, of_residual, WIDTH, PART, PARTS)
@@ -217,7 +223,7 @@ class Fused(torch.autograd.Function):
             _backward_kernel[(programs,)](
                 x, weight, h, next_weight, factors, d_out, d_normed, dx, d_residual, partial, rows, *ctx.scales,
                 **ctx.kinds, WEIGHTS=partial is not None, **tiles,
-                STAGES=max(1, min(launch.stages, STAGED_BYTES // read)),
+                STAGES=max(1, min(launch.stages, STAGED_BYTES // read)), HOLD=launch.hold,
             )  # fmt: skip
         sums = None if partial is None else summed(partial, weight.dtype)
         d_weight = sums[0] if sums is not None and needs_weight else None
