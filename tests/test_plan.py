@@ -118,6 +118,11 @@ def test_an_adapter_on_32_b200_fits(lora: Case) -> None:
     assert plan.node.engine_base > 900e9  # a sleeping engine's base waits on the host
 
 
+def test_a_kv_cache_that_the_recipe_sizes_for_vllm_is_that_size(lora: Case) -> None:
+    plan = changed(lora, rollout__engine_args={"kv_cache_memory_bytes": 6 * 10**9})
+    assert plan.ranks[0].moments["rollout"].kv_cache == 6 * 10**9
+
+
 def test_what_does_not_fit_names_the_key_to_turn(full: Case, lora: Case) -> None:
     assert keys_of(changed(full, trainer__optimizer__offload="none")) == ["trainer.optimizer.offload"]
     assert keys_of(changed(full, trainer__recompute="none")) == ["trainer.recompute"]

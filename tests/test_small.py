@@ -1,6 +1,7 @@
 """The small Beams and their task: graded problems, right answers, real shapes, a warm start with a target."""
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +31,9 @@ from beam_rl.tiny.warmstart import (
 from beam_rl.verifiers import VerifierPool, VerifyItem
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-QUICK = replace(SMALL.schedule, steps=4, batch=6, check_every=2, check_problems=6, check_samples=1)
+QUICK = replace(
+    SMALL.schedule, steps=4, batch=6, check_every=2, check_below=math.inf, check_problems=6, check_samples=1
+)
 # What a GPU makes, at the size of a CPU's seconds: BF16 with FP32 main parameters, grouped experts, balance, levels.
 MINIATURE = replace(
     SMALL,
@@ -261,6 +264,14 @@ def test_the_warm_start_ends_at_the_first_look_that_finds_the_target(monkeypatch
     schedule = replace(QUICK, steps=20, batch=2)
     outcome = warm_start(fresh_model(0, MINIATURE), 0, schedule, lambda step, *_: steps.append(step), chains)
     assert outcome.reached and outcome.steps == 4 and steps == [1, 2, 3, 4]
+
+
+def test_there_is_no_look_while_the_loss_says_that_hardly_a_response_can_be_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("beam_rl.tiny.warmstart.look", lambda *_: 1.0)
+    outcome = warm_start(fresh_model(0, MINIATURE), 0, replace(QUICK, batch=2, check_below=0.05), None, chains)
+    assert outcome.loss > 0.05 and outcome.steps == QUICK.steps and not outcome.reached
 
 
 def test_a_model_that_answers_nothing_is_graded_wrong_at_every_level() -> None:

@@ -201,7 +201,9 @@ def largest_synced(case: Case) -> int:
 def engine_sampling(case: Case) -> Bytes:
     r = case.recipe.rollout
     if case.on_gpus:
-        return on_gpu(case.engine, case.machine.hbm_bytes, r.gpu_memory_utilization)
+        sampling = on_gpu(case.engine, case.machine.hbm_bytes, r.gpu_memory_utilization)
+        said = r.engine_args.get("kv_cache_memory_bytes")  # vLLM then takes that, whatever the share would leave
+        return sampling if said is None else replace(sampling, kv_cache=int(said))
     kv_cache = int(r.kv_cache_gib * GIB) * r.parallel.pp  # each worker of a CPU engine takes it
     return Bytes(
         weights=case.engine.weights,

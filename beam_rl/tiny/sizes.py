@@ -47,7 +47,8 @@ class Schedule:
     teacher: Any = field(default_factory=task.Demonstrator)
     balance: float = 0.0  # what a step adds to, or takes from, the choice of an expert with few, or many, tokens
     target: float | None = None  # stop when sampling is right so often; `steps` is then a bound
-    check_every: int = 50  # steps between looks at that
+    check_every: int = 25  # steps between looks at that
+    check_below: float = 0.05  # nats a token; no look at a higher loss: hardly a response of 100 tokens would be right
     check_problems: int = 192  # held-out problems of a look
     check_samples: int = 4  # of each of them
 
@@ -104,7 +105,7 @@ TINY = Size(
 )
 
 TO_TARGET = Schedule(
-    steps=2000,
+    steps=1200,
     batch=128,  # 32,000 tokens with padding: some 60 GB of activations
     lr=1e-3,
     warmup_steps=100,

@@ -150,7 +150,7 @@ def warm_start(
         balance.step()
         if progress:
             progress(step + 1, schedule.steps, loss.item())
-        if schedule.target and (step + 1) % schedule.check_every == 0:
+        if schedule.target and (step + 1) % schedule.check_every == 0 and loss < schedule.check_below:
             reached = look(model, schedule, task) >= schedule.target
             if reached:
                 break

@@ -3,9 +3,9 @@
 Each module has its kernels, the function that the model calls, and `reference`, the same in plain torch. Forward they
 round where `reference` does; backward they keep FP32 throughout and round each gradient once. Each way reads its
 inputs once and writes its outputs once; what is cheap is computed again, and gradients of weights are partial sums of
-each program, added by torch: the same input gives the same bits. They know nothing about Megatron.
+each program, added in the same order every time: the same input gives the same bits. They know nothing about Megatron.
 
-Kernels are launched without `fp_fusion`: a fused multiply-add would leave out a rounding that torch has.
+Forward kernels are launched without `fp_fusion`: a fused multiply-add would leave out a rounding that torch has.
 """
 
 from importlib import import_module
@@ -23,6 +23,7 @@ except ModuleNotFoundError:  # a torch for CPUs alone comes without it; nothing 
     triton = SimpleNamespace(jit=lambda function: function, knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=0)))
     tl = SimpleNamespace(constexpr=lambda value: value)
 
+SUM_ROWS, SUM_COLUMNS = 128, 16  # that a program adds at a time
 DTYPES = (torch.bfloat16, torch.float32)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -39,6 +40,26 @@ def rounded(x, dtype: tl.constexpr):
 @triton.jit
 def store_rounded(pointer, x, mask):
     tl.store(pointer, rounded(x, pointer.dtype.element_ty).to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_kernel(partial, out, programs, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    own = partial + tl.program_id(0) * programs * width + column
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(own + row * width, mask=(row < programs) & (column < width), other=0.0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    store_rounded(out + tl.program_id(0) * width + column, tl.sum(total, 0), column < width)
+
+
+def summed(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n, programs, width) FP32, summed over the programs and rounded to `dtype`: (n, width)."""
+    n, programs, width = partial.shape
+    out = partial.new_empty(n, width, dtype=dtype)
+    _sum_kernel[(n, triton.cdiv(width, SUM_COLUMNS))](partial, out, programs, width, SUM_ROWS, SUM_COLUMNS)
+    return out
 
 
 def covers(*tensors: Tensor) -> bool:

@@ -9,97 +9,168 @@ One kernel each way does y alone, h, or h and n. Bytes a token of `width` values
 is one program's, so a width of up to 8192 is covered.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from beam_rl.megatron.kernels import at_one_time, covers, rounded, store_rounded, tl, triton
+from beam_rl.megatron.kernels import at_one_time, covers, rounded, store_rounded, summed, tl, triton
 
 MAX_WIDTH = 8192
-VALUES_PER_WARP, MAX_WARPS = 256, 16  # forward
-# Of the backward pass without and with a second norm: so that at 8192 registers suffice and shared memory has room.
-BACKWARD = {False: (512, 3), True: (256, 2)}  # values a warp, and rows on their way to a program
-WARPS_PER_SM = 32  # of programs in the backward pass, where each has a partial sum of the weights' gradients
+
+
+class Launch(NamedTuple):
+    """How a row is shared out: in parts of 1/`parts` of its width's next power of two, so that little is masked."""
+
+    parts: int
+    values_per_warp: int  # of a part; 256 are 16 bytes a thread of BF16
+    registers: int | None = None  # of a thread, at most
+    warps_per_sm: int = 0  # of programs in the backward pass, where each has a partial sum of the weights' gradients
+    stages: int = 1  # rows on their way to a program, itself at work on one of them
+    hold: bool = True  # the weights in registers, not loaded for each row
+
+    def tiles(self, width: int) -> dict[str, Any]:
+        part = max(triton.next_power_of_2(width) // self.parts, 1)
+        warps = min(max(part // self.values_per_warp, 1), 32)
+        parts = {"WIDTH": width, "PART": part, "PARTS": triton.cdiv(width, part)}
+        return parts | {"num_warps": warps, "maxnreg": self.registers}
+
+
+# Without and with a second norm.
+FORWARD = {False: Launch(8, 256), True: Launch(8, 256)}
+BACKWARD = {False: Launch(8, 128, 80, 24, 2, False), True: Launch(8, 128, 128, 16, 2, False)}
 STAGED_BYTES = 200 * 2**10  # the room for rows on their way
 
 
 @triton.jit
-def _unit(x, width, eps):
-    """x divided by its root mean square, and what it was multiplied by."""
-    factor = tl.rsqrt(tl.div_rn(tl.sum(x * x, 0), width * 1.0) + eps)
-    return x * factor, factor
+def _row():
+    """A row's parts, before there are any."""
+    return ()
 
 
 @triton.jit
-def _unit_backward(grad, unit, factor, width):
-    """The gradient of x from that of `unit`."""
-    return factor * (grad - unit * (tl.sum(grad * unit, 0) / width))
+def _load(row, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
+    """The row's parts, each (PART,) FP32."""
+    parts = _row()
+    for i in tl.static_range(PARTS):
+        column = i * PART + tl.arange(0, PART)
+        at, whole = row + column, (i + 1) * PART <= WIDTH
+        part = tl.load(at) if whole else tl.load(at, mask=column < WIDTH, other=0.0)
+        parts += (part.to(tl.float32),)
+    return parts
 
 
 @triton.jit
-def _load(pointer, inside):
-    return tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+def _store(row, parts, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
+    for i in tl.static_range(PARTS):
+        column = i * PART + tl.arange(0, PART)
+        store_rounded(row + column, parts[i], None if (i + 1) * PART <= WIDTH else column < WIDTH)
+
+
+@triton.jit
+def _product(a, b, PARTS: tl.constexpr):
+    """The inner product of two rows."""
+    total = a[0] * b[0]
+    for i in tl.static_range(1, PARTS):
+        total += a[i] * b[i]
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _norm(x, weight, eps, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """weight · x over its root mean square, and what x was multiplied by."""
+    factor = tl.rsqrt(tl.div_rn(_product(x, x, PARTS), WIDTH * 1.0) + eps)
+    y = _row()
+    for i in tl.static_range(PARTS):
+        y += (weight[i] * (x[i] * factor),)
+    return y, factor
+
+
+@triton.jit
+def _norm_backward(grad, scale, x, weight, factor, total, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """The gradient of x from grad · scale, that of weight · x · factor; and total with the weight's added to it."""
+    inner, added = _row(), _row()
+    for i in tl.static_range(PARTS):
+        part = grad[i] * (scale * factor)
+        added += (total[i] + part * x[i],)
+        inner += (part * weight[i],)
+    along = _product(inner, x, PARTS) * (factor * factor / WIDTH)
+    dx = _row()
+    for i in tl.static_range(PARTS):
+        dx += (inner[i] - x[i] * along,)
+    return dx, added
 
 
 @triton.jit
 def _forward_kernel(
-    x, weight, residual, next_weight, out, normed, factors, width, eps, next_eps, x_scale, residual_scale,
-    ADD: tl.constexpr, NEXT: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, residual, next_weight, out, normed, factors, eps, next_eps, x_scale, residual_scale,
+    ADD: tl.constexpr, NEXT: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """A row a program. out: h, or y without ADD; normed: n, with NEXT; factors: (1 or 2, rows) FP32."""
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    at = tl.program_id(0).to(tl.int64) * width + column
+    at = tl.program_id(0).to(tl.int64) * WIDTH
     dtype: tl.constexpr = out.dtype.element_ty
-    unit, factor = _unit(_load(x + at, inside), width, eps)
-    tl.store(factors + tl.program_id(0), factor)
-    y = _load(weight + column, inside) * unit
+    value = _load(x + at, WIDTH, PART, PARTS)
     if ADD:
-        scaled = rounded(rounded(y, dtype) * x_scale, dtype)
-        y = rounded(scaled + rounded(_load(residual + at, inside) * residual_scale, dtype), dtype)
-    store_rounded(out + at, y, inside)
+        other = _load(residual + at, WIDTH, PART, PARTS)
+    y, factor = _norm(value, _load(weight, WIDTH, PART, PARTS), eps, WIDTH, PARTS)
+    tl.store(factors + tl.program_id(0), factor)
+    if ADD:
+        h = _row()
+        for i in tl.static_range(PARTS):
+            scaled = rounded(rounded(y[i], dtype) * x_scale, dtype)
+            h += (rounded(scaled + rounded(other[i] * residual_scale, dtype), dtype),)
+        y = h
+    _store(out + at, y, WIDTH, PART, PARTS)
     if NEXT:
-        unit, factor = _unit(y, width, next_eps)
+        n, factor = _norm(y, _load(next_weight, WIDTH, PART, PARTS), next_eps, WIDTH, PARTS)
         tl.store(factors + tl.num_programs(0) + tl.program_id(0), factor)
-        store_rounded(normed + at, _load(next_weight + column, inside) * unit, inside)
+        _store(normed + at, n, WIDTH, PART, PARTS)
 
 
 @triton.jit
 def _backward_kernel(
-    x, weight, h, next_weight, factors, d_out, d_normed, dx, d_residual, d_weight, d_next_weight,
-    rows, width, x_scale, residual_scale,
-    ADD: tl.constexpr, NEXT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, h, next_weight, factors, d_out, d_normed, dx, d_residual, partial, rows, x_scale, residual_scale,
+    ADD: tl.constexpr, NEXT: tl.constexpr, WEIGHTS: tl.constexpr,
+    WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
-    """Every so many-th row a program. d_weight, d_next_weight: (programs, width) FP32 partial sums, with WEIGHTS."""
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    first = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((BLOCK,), tl.float32)
-    next_total = tl.zeros((BLOCK,), tl.float32)
-    if not NEXT:  # else there are no registers for it
-        w = _load(weight + column, inside)
-    for row in tl.range(first, rows, tl.num_programs(0), num_stages=STAGES):
-        at = row * width + column
-        grad = _load(d_out + at, inside)
+    """Every so many-th row a program. partial: (1 or 2, programs, width) FP32 sums of the weights', with WEIGHTS."""
+    first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    total, next_total = _row(), _row()
+    for _ in tl.static_range(PARTS):
+        total += (tl.zeros((PART,), tl.float32),)
+        next_total += (tl.zeros((PART,), tl.float32),)
+    if HOLD:
+        w = _load(weight, WIDTH, PART, PARTS)
         if NEXT:
-            factor = tl.load(factors + rows + row)
-            unit = _load(h + at, inside) * factor
-            of_normed = _load(d_normed + at, inside)
-            next_total += of_normed * unit
-            grad += _unit_backward(of_normed * _load(next_weight + column, inside), unit, factor, width)
-            w = _load(weight + column, inside)
-        if ADD:
-            store_rounded(d_residual + at, grad * residual_scale, inside)
-            grad *= x_scale
+            next_w = _load(next_weight, WIDTH, PART, PARTS)
+    for row in tl.range(first, rows, programs, num_stages=STAGES):
+        at = row * WIDTH
+        grad = _load(d_out + at, WIDTH, PART, PARTS)
+        value = _load(x + at, WIDTH, PART, PARTS)
         factor = tl.load(factors + row)
-        unit = _load(x + at, inside) * factor
-        total += grad * unit
-        store_rounded(dx + at, _unit_backward(grad * w, unit, factor, width), inside)
-    if WEIGHTS:
-        tl.store(d_weight + first * width + column, total, mask=inside)
         if NEXT:
-            tl.store(d_next_weight + first * width + column, next_total, mask=inside)
+            of_normed, before = _load(d_normed + at, WIDTH, PART, PARTS), _load(h + at, WIDTH, PART, PARTS)
+            next_factor = tl.load(factors + rows + row)
+            if not HOLD:
+                next_w = _load(next_weight, WIDTH, PART, PARTS)
+            of_h, next_total = _norm_backward(of_normed, 1.0, before, next_w, next_factor, next_total, WIDTH, PARTS)
+            both = _row()
+            for i in tl.static_range(PARTS):
+                both += (grad[i] + of_h[i],)
+            grad = both
+        if not HOLD:
+            w = _load(weight, WIDTH, PART, PARTS)
+        if ADD:
+            of_residual = _row()
+            for i in tl.static_range(PARTS):
+                of_residual += (grad[i] * residual_scale,)
+            _store(d_residual + at, of_residual, WIDTH, PART, PARTS)
+        of_x, total = _norm_backward(grad, x_scale, value, w, factor, total, WIDTH, PARTS)
+        _store(dx + at, of_x, WIDTH, PART, PARTS)
+    if WEIGHTS:
+        _store(partial + first * WIDTH, total, WIDTH, PART, PARTS)
+        if NEXT:
+            _store(partial + (programs + first) * WIDTH, next_total, WIDTH, PART, PARTS)
 
 
 class Fused(torch.autograd.Function):
@@ -122,14 +193,14 @@ class Fused(torch.autograd.Function):
         normed = None if next_weight is None else torch.empty_like(x)
         factors = x.new_empty(1 if normed is None else 2, x.numel() // width, dtype=torch.float32)
         ctx.scales = x_scale, residual_scale
-        ctx.kinds = {"ADD": residual is not None, "NEXT": normed is not None, "BLOCK": triton.next_power_of_2(width)}
+        ctx.kinds = {"ADD": residual is not None, "NEXT": normed is not None}
         ctx.save_for_backward(x, weight, next_weight, out if normed is not None else None, factors)
         if residual is not None:
             residual = residual.contiguous()
         if x.numel():
             _forward_kernel[(x.numel() // width,)](
-                x, weight, residual, next_weight, out, normed, factors, width, eps, next_eps, *ctx.scales, **ctx.kinds,
-                num_warps=_warps(width), enable_fp_fusion=False,
+                x, weight, residual, next_weight, out, normed, factors, eps, next_eps, *ctx.scales, **ctx.kinds,
+                **FORWARD[ctx.kinds["NEXT"]].tiles(width), enable_fp_fusion=False,
             )  # fmt: skip
         return out if normed is None else (out, normed)
 
@@ -142,31 +213,22 @@ class Fused(torch.autograd.Function):
         dx = torch.empty_like(x)
         d_residual = torch.empty_like(x) if ctx.kinds["ADD"] else None
         needs_weight, needs_next = ctx.needs_input_grad[1], ctx.kinds["NEXT"] and ctx.needs_input_grad[6]
-        warps, stages = _backward_launch(x, ctx.kinds["NEXT"])
-        programs = min(rows, at_one_time(x, warps, WARPS_PER_SM))
-        partial = x.new_empty(2 if needs_weight or needs_next else 0, programs, width, dtype=torch.float32)
+        launch, read = BACKWARD[ctx.kinds["NEXT"]], width * x.element_size() * (4 if ctx.kinds["NEXT"] else 2)
+        tiles = launch.tiles(width)
+        programs = min(rows, at_one_time(x, tiles["num_warps"], launch.warps_per_sm))
+        partial = None
+        if needs_weight or needs_next:
+            partial = x.new_empty(2 if ctx.kinds["NEXT"] else 1, programs, width, dtype=torch.float32)
         if x.numel():
             _backward_kernel[(programs,)](
-                x, weight, h, next_weight, factors, d_out, d_normed, dx, d_residual,
-                *(partial if len(partial) else (None, None)), rows, width, *ctx.scales, **ctx.kinds,
-                WEIGHTS=len(partial) > 0, STAGES=stages, num_warps=warps, enable_fp_fusion=False,
+                x, weight, h, next_weight, factors, d_out, d_normed, dx, d_residual, partial, rows, *ctx.scales,
+                **ctx.kinds, WEIGHTS=partial is not None, **tiles,
+                STAGES=max(1, min(launch.stages, STAGED_BYTES // read)), HOLD=launch.hold,
             )  # fmt: skip
-        d_weight = partial[0].sum(0).to(weight.dtype) if needs_weight else None
-        d_next_weight = partial[1].sum(0).to(next_weight.dtype) if needs_next else None
+        sums = None if partial is None else summed(partial, weight.dtype)
+        d_weight = sums[0] if sums is not None and needs_weight else None
+        d_next_weight = sums[1] if sums is not None and needs_next else None
         return (dx, d_weight, None, d_residual, None, None, d_next_weight, None)[: len(ctx.needs_input_grad)]
-
-
-def _warps(width: int) -> int:
-    return min(max(triton.next_power_of_2(width) // VALUES_PER_WARP, 1), MAX_WARPS)
-
-
-def _backward_launch(x: Tensor, has_next: bool) -> tuple[int, int]:
-    """Warps of a program, and how many rows are on their way to it at a time."""
-    values_per_warp, stages = BACKWARD[has_next]
-    block = triton.next_power_of_2(x.size(-1))
-    read = block * x.element_size() * (4 if has_next else 2)
-    warps = min(max(block // values_per_warp, 1), 32)
-    return warps, max(1, min(stages, STAGED_BYTES // read))
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
