@@ -22,7 +22,7 @@ TOKENS = [PAD, BOS, EOS, *DIGITS, *NAMES, PLUS, MINUS, TIMES, EQUALS, BOX, CLOSE
 
 WIDTH = 3  # digits of every running total
 STEPS = (5, 7, 9, 11, 13, 16)  # by level, from 1
-MULTIPLICATIONS = (0, 0, 0, 0, 1, 2)  # among them
+MULTIPLICATIONS = (0, 0, 0, 1, 1, 2)  # among them
 LEVELS = len(STEPS)
 MAX_PROMPT_TOKENS = 1 + WIDTH + 4 * STEPS[-1] + 1  # <bos>, the first number, name, sign and two digits a step, =
 MAX_RESPONSE_TOKENS = 192  # a complete response has 61 to 182
@@ -34,7 +34,7 @@ Step = tuple[str, str, int]  # its name, its sign, its operand
 class Demonstrator:
     """How the teacher of the warm start errs: it is what RL then has to repair."""
 
-    slip: float = 0.005  # probability a step that one digit comes out one too high or too low
+    slip: float = 0.002  # probability a step that one digit comes out one too high or too low
     forgets_carries: float = 0.75  # probability that a multiplication is done digit by digit
 
 
@@ -47,7 +47,7 @@ def draw_problem(rng: random.Random, held_out: bool) -> Problem:
         rng.shuffle(signs)
         problem = list(f"{rng.randrange(10**WIDTH):0{WIDTH}}")
         for name, sign in zip(NAMES, signs, strict=False):
-            operand = rng.randrange(2, 10) if sign == TIMES else rng.randrange(10, 100)
+            operand = rng.randrange(2, 4) if sign == TIMES else rng.randrange(10, 100)
             problem += [name, sign, *str(operand)]
         if is_held_out(tuple(problem)) == held_out:
             return tuple(problem)

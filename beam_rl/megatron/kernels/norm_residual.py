@@ -27,7 +27,6 @@ class Launch(NamedTuple):
     registers: int | None = None  # of a thread, at most
     warps_per_sm: int = 0  # of programs in the backward pass, where each has a partial sum of the weights' gradients
     stages: int = 1  # rows on their way to a program, itself at work on one of them
-    hold: bool = True  # the weights in registers, not loaded for each row
 
     def tiles(self, width: int) -> dict[str, Any]:
         part = max(triton.next_power_of_2(width) // self.parts, 1)
@@ -36,9 +35,9 @@ class Launch(NamedTuple):
         return parts | {"num_warps": warps, "maxnreg": self.registers}
 
 
-# Without and with a second norm.
+# Without and with a second norm: the fastest of some fifty on an H200 at a width of 5120 (benchmarks/boundary_h200.json).
 FORWARD = {False: Launch(8, 256), True: Launch(8, 256)}
-BACKWARD = {False: Launch(8, 128, 80, 24, 2, False), True: Launch(8, 128, 128, 16, 2, False)}
+BACKWARD = {False: Launch(8, 256, 168, 12), True: Launch(8, 256, None, 8, stages=2)}
 STAGED_BYTES = 200 * 2**10  # the room for rows on their way
 
 
@@ -131,7 +130,7 @@ def _forward_kernel(
 def _backward_kernel(
     x, weight, h, next_weight, factors, d_out, d_normed, dx, d_residual, partial, rows, x_scale, residual_scale,
     ADD: tl.constexpr, NEXT: tl.constexpr, WEIGHTS: tl.constexpr,
-    WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr,
+    WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every so many-th row a program. partial: (1 or 2, programs, width) FP32 sums of the weights', with WEIGHTS."""
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -139,10 +138,6 @@ def _backward_kernel(
     for _ in tl.static_range(PARTS):
         total += (tl.zeros((PART,), tl.float32),)
         next_total += (tl.zeros((PART,), tl.float32),)
-    if HOLD:
-        w = _load(weight, WIDTH, PART, PARTS)
-        if NEXT:
-            next_w = _load(next_weight, WIDTH, PART, PARTS)
     for row in tl.range(first, rows, programs, num_stages=STAGES):
         at = row * WIDTH
         grad = _load(d_out + at, WIDTH, PART, PARTS)
@@ -151,15 +146,13 @@ def _backward_kernel(
         if NEXT:
             of_normed, before = _load(d_normed + at, WIDTH, PART, PARTS), _load(h + at, WIDTH, PART, PARTS)
             next_factor = tl.load(factors + rows + row)
-            if not HOLD:
-                next_w = _load(next_weight, WIDTH, PART, PARTS)
+            next_w = _load(next_weight, WIDTH, PART, PARTS)  # for each row anew: registers are scarcer than loads
             of_h, next_total = _norm_backward(of_normed, 1.0, before, next_w, next_factor, next_total, WIDTH, PARTS)
             both = _row()
             for i in tl.static_range(PARTS):
                 both += (grad[i] + of_h[i],)
             grad = both
-        if not HOLD:
-            w = _load(weight, WIDTH, PART, PARTS)
+        w = _load(weight, WIDTH, PART, PARTS)
         if ADD:
             of_residual = _row()
             for i in tl.static_range(PARTS):
@@ -223,7 +216,7 @@ class Fused(torch.autograd.Function):
             _backward_kernel[(programs,)](
                 x, weight, h, next_weight, factors, d_out, d_normed, dx, d_residual, partial, rows, *ctx.scales,
                 **ctx.kinds, WEIGHTS=partial is not None, **tiles,
-                STAGES=max(1, min(launch.stages, STAGED_BYTES // read)), HOLD=launch.hold,
+                STAGES=max(1, min(launch.stages, STAGED_BYTES // read)),
             )  # fmt: skip
         sums = None if partial is None else summed(partial, weight.dtype)
         d_weight = sums[0] if sums is not None and needs_weight else None

@@ -15,7 +15,7 @@ MAX_DIM = 256
 VALUES, WARPS = 2048, 4  # of a program in the forward pass
 # And in the backward pass, where it takes many times as many in turn, has a partial sum of the weight's gradient, and
 # has as many groups of them on their way to it as there are stages, itself at work on one.
-BACKWARD_VALUES, BACKWARD_WARPS, WARPS_PER_SM, STAGES = 2048, 4, 24, 1
+BACKWARD_VALUES, BACKWARD_WARPS, WARPS_PER_SM, STAGES = 1024, 4, 24, 3
 
 
 @triton.jit
