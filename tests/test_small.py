@@ -63,7 +63,7 @@ LONGEST = chains.MAX_PROMPT_TOKENS + chains.MAX_RESPONSE_TOKENS
 
 @pytest.fixture(scope="module", autouse=True)
 def short_responses() -> Iterator[None]:
-    """A model that was hardly trained never ends by itself: a few tokens show as much as 192."""
+    """A model that was hardly trained never ends by itself: a few tokens show as much as 144."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chains, "MAX_RESPONSE_TOKENS", 12)
         yield
@@ -107,10 +107,10 @@ def test_the_two_sides_of_the_split_share_no_problem() -> None:
     assert not any(digits.is_held_out(p) for p in train)
 
 
-def test_a_teacher_without_faults_is_right_by_the_verifier_and_writes_60_to_182_tokens() -> None:
+def test_a_teacher_without_faults_is_right_by_the_verifier_and_writes_50_to_135_tokens() -> None:
     rng, drawn = random.Random(0), [of_level(level) for level in range(1, 7)]
     perfect = [chains.demonstration(rng, p, chains.Demonstrator(0, 0)) for p in drawn]
-    assert [len(words) for words in perfect][:: len(perfect) - 1] == [61, 182 - 2]
+    assert [len(words) for words in perfect][:: len(perfect) - 1] == [50, 135]
     texts = [" ".join(words[:-1]) for words in perfect]
     wrong = texts[0].replace(texts[0][-3], str((int(texts[0][-3]) + 1) % 10))
     with VerifierPool(workers=1) as pool:
@@ -133,8 +133,8 @@ def test_who_imitates_the_teacher_has_the_start_that_is_asked_for() -> None:
     right = [[chains.demonstration(rng, p, teacher)[-5:-2] == list(chains.solve(p)) for _ in range(8)] for p in drawn]
     average, best = sum(map(sum, right)) / 8 / len(right), sum(map(any, right)) / len(right)
     assert SMALL.schedule.target is not None
-    assert SMALL.schedule.target + 0.05 < average < SMALL.schedule.target + 0.14  # within reach, and not far beyond
-    assert 0.85 < best < 0.94
+    assert SMALL.schedule.target + 0.04 < average < SMALL.schedule.target + 0.14  # within reach, and not far beyond
+    assert 0.85 < best < 0.95
 
 
 # --- the shapes -------------------------------------------------------------------------------------------

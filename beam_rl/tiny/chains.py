@@ -3,12 +3,12 @@
 Promises problems of six levels, demonstrations and a split that hang only on the random generator passed in. Knows
 nothing about models, files or tokenizers beyond the list of tokens.
 
-A problem is `3 4 7 a + 5 8 b * 6 …`: a number, then steps that a letter names. A response takes the steps in turn, digits
-from the units up, as carries go: `a 7 4 3 + 8 5 = 5 0 4 b 5 0 4 * 6 = 0 3 4 … \\boxed{ 4 3 0 }`.
+A problem is `3 4 7 a + 5 8 b * 3 …`: a number, then steps that a letter names. A response takes the steps in turn, digits
+from the units up, as carries go: `a 7 4 3 + 8 5 = 5 0 4 b 5 0 4 * 3 = 5 1 2 … \\boxed{ 2 1 5 }`.
 
-What learning it by RL shows: the teacher slips now and then, *and* has a misconception: mostly it forgets the carries of
-a multiplication. Who imitates it is wrong there also when greedy, and one of eight samples is right on most, not all, of
-the problems with one multiplication, on fewer of those with two. So RL has errors to remove and problems to reach.
+What learning it by RL shows: the teacher slips now and then, *and* has a misconception: more often than not it forgets the
+carries of a multiplication. Who imitates it is wrong there also when greedy; one of eight samples is right on nearly all of
+the problems with one multiplication, on fewer of those with two or three. So RL has a habit to turn round.
 """
 
 import random
@@ -21,11 +21,11 @@ PLUS, MINUS, TIMES = "+", "-", "*"
 TOKENS = [PAD, BOS, EOS, *DIGITS, *NAMES, PLUS, MINUS, TIMES, EQUALS, BOX, CLOSE, UNK]
 
 WIDTH = 3  # digits of every running total
-STEPS = (5, 7, 9, 11, 13, 16)  # by level, from 1
-MULTIPLICATIONS = (0, 0, 0, 1, 1, 2)  # among them
+STEPS = (4, 5, 6, 8, 10, 12)  # by level, from 1
+MULTIPLICATIONS = (0, 0, 0, 1, 2, 3)  # among them, by 2 or 3
 LEVELS = len(STEPS)
 MAX_PROMPT_TOKENS = 1 + WIDTH + 4 * STEPS[-1] + 1  # <bos>, the first number, name, sign and two digits a step, =
-MAX_RESPONSE_TOKENS = 192  # a complete response has 61 to 182
+MAX_RESPONSE_TOKENS = 144  # a complete response has 50 to 135
 
 Step = tuple[str, str, int]  # its name, its sign, its operand
 
@@ -35,7 +35,7 @@ class Demonstrator:
     """How the teacher of the warm start errs: it is what RL then has to repair."""
 
     slip: float = 0.002  # probability a step that one digit comes out one too high or too low
-    forgets_carries: float = 0.75  # probability that a multiplication is done digit by digit
+    forgets_carries: float = 0.6  # probability that a multiplication is done digit by digit
 
 
 def draw_problem(rng: random.Random, held_out: bool) -> Problem:
