@@ -129,7 +129,7 @@ def test_a_step_is_written_units_first_and_a_forgotten_carry_is_the_teachers_mis
 
 
 def test_who_imitates_the_teacher_has_the_start_that_is_asked_for() -> None:
-    rng, teacher, drawn = random.Random(1), SMALL.schedule.teacher, problems(600)
+    rng, teacher, drawn = random.Random(1), SMALL.schedule.teacher, problems(1500)
     right = [[chains.demonstration(rng, p, teacher)[-5:-2] == list(chains.solve(p)) for _ in range(8)] for p in drawn]
     average, best = sum(map(sum, right)) / 8 / len(right), sum(map(any, right)) / len(right)
     assert SMALL.schedule.target is not None
