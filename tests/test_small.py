@@ -133,7 +133,7 @@ def test_who_imitates_the_teacher_has_the_start_that_is_asked_for() -> None:
     right = [[chains.demonstration(rng, p, teacher)[-5:-2] == list(chains.solve(p)) for _ in range(8)] for p in drawn]
     average, best = sum(map(sum, right)) / 8 / len(right), sum(map(any, right)) / len(right)
     assert SMALL.schedule.target is not None
-    assert SMALL.schedule.target + 0.04 < average < SMALL.schedule.target + 0.14  # within reach, and not far beyond
+    assert SMALL.schedule.target + 0.02 < average < SMALL.schedule.target + 0.10  # within reach, and not far beyond
     assert 0.85 < best < 0.95
 
 
