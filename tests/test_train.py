@@ -55,10 +55,13 @@ def whole(folder: Path) -> Path:
 
 
 def test_a_step_that_the_recipe_names_is_traced(whole: Path) -> None:
-    (trace,) = (whole / "profile").iterdir()
+    trace, table = sorted((whole / "profile").iterdir())
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert trace.name == "step_3_rank_0.json"
-    assert {"score", "forward and backward", "layers", "log-probabilities", "optimizer", "sync"} <= names
+    parts = {"score", "forward and backward", "layers", "log-probabilities", "optimizer", "sync"}
+    assert parts <= names
+    rows = table.read_text()
+    assert "optimizer" in rows and "aten::mm" in rows and "Self CPU time total" in rows
 
 
 def test_the_plan_foresaw_the_trainers_memory(whole: Path) -> None:
@@ -337,7 +340,7 @@ def test_two_ranks_two_engines_and_the_switches_together(ray_here, tiny_folder, 
         assert line["sync/version"] == line["step"]
     assert second["loss/kl"] > 0, "the second step's policy has left the reference"
     assert {trace.name for trace in (folder / "many" / "profile").iterdir()} == {
-        f"step_1_rank_{i}.json" for i in (0, 1)
+        f"step_1_rank_{i}.{kind}" for i in (0, 1) for kind in ("json", "txt")
     }
     versions = {row["version"] for row in samples(folder / "many", 2)}
     assert versions == {1}

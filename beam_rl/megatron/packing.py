@@ -23,8 +23,8 @@ class Agreement:
     """
 
     counts: Tensor
-    agree: int = 0
-    total: int = 0  # (token, MoE layer) pairs
+    agree: Tensor | int = 0
+    total: Tensor | int = 0  # (token, MoE layer) pairs
 
 
 @dataclass

@@ -34,10 +34,13 @@ def expert_weights(scores: Tensor, experts: Tensor) -> Tensor:
 
 
 def count_agreement(own: Tensor, replayed: Tensor, agreement: Agreement) -> None:
-    """Adds the tokens that count and whose two sets of experts (tokens, top-k) are the same, whatever the order."""
+    """Adds the tokens that count and whose two sets of experts (tokens, top-k) are the same, whatever the order.
+
+    The counts stay where the routes are: to read them here, layer by layer, would have the CPU wait for the GPU.
+    """
     same = (own.sort(dim=-1).values == replayed.sort(dim=-1).values).all(dim=-1)
-    agreement.agree += int((same & agreement.counts).sum())
-    agreement.total += int(agreement.counts.sum())
+    agreement.agree = agreement.agree + (same & agreement.counts).sum()
+    agreement.total = agreement.total + agreement.counts.sum()
 
 
 class BeamRouter(Router):

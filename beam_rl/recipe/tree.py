@@ -258,7 +258,8 @@ class Mxfp8(Section):
 
 class Profile(Section):
     steps: list[Positive] = Field(
-        [], description="steps in which each trainer rank writes a trace, profile/step_N_rank_R.json, for Perfetto"
+        [],
+        description="steps in which each trainer rank writes a trace for Perfetto, profile/step_N_rank_R.json, and a table",
     )
 
 
