@@ -66,7 +66,7 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     recipe, switched_off = fitted(recipe, config)
     from transformers import AutoTokenizer
 
-    from beam_rl.rollout.engine import stop_ids
+    from beam_rl.rollout.completion import stop_ids
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

@@ -66,7 +66,8 @@ def one_launch() -> None:
 
     def start(self: ipc.IpcSender, slot: int, nbytes: int) -> None:
         torch._foreach_copy_(*pending)
-        pending[0].clear(), pending[1].clear()
+        for each in pending:
+            each.clear()
         begin(self, slot, nbytes)
 
     device_copy.DeviceCopies.__init__, device_copy.DeviceCopies.copy = init, copy  # type: ignore[method-assign]

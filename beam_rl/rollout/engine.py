@@ -6,7 +6,6 @@ behind when it stops or its process is killed.
 """
 
 import asyncio
-import json
 import os
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -22,6 +21,7 @@ from beam_rl.errors import InputError
 from beam_rl.model_config import experts_of, layer_kinds
 from beam_rl.parity.record import Records
 from beam_rl.rollout import process
+from beam_rl.rollout.completion import check_fits, make_completion, routes_of_tokens, sampling_params, stop_ids
 from beam_rl.rollout.launch import EngineSettings, launch, set_environment
 from beam_rl.rollout.routes import Routes, route_dtype
 from beam_rl.rollout.sync.place import Place
@@ -432,27 +432,12 @@ class Engine:
         return tasks
 
     async def _add(self, request: Request) -> Any:
-        from vllm import SamplingParams
         from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
 
         from beam_rl.rollout import compat
 
         assert self.info is not None
-        params = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            seed=request.seed,
-            max_tokens=request.max_tokens,
-            stop_token_ids=list(self.info.stop_token_ids),
-            ignore_eos=True,  # the ids above are all there is
-            logprobs=0,  # of the sampled token alone
-            stop=list(request.stop_strings),
-            include_stop_str_in_output=True,
-            skip_special_tokens=False,  # a special token may be such a string
-            detokenize=bool(request.stop_strings),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = sampling_params(request, self.info.stop_token_ids)
         collector = await self.llm.add_request(
             request.id, tokens_input(request.prompt_ids), params, lora_request=self._served_adapter()
         )
@@ -479,7 +464,7 @@ class Engine:
         routes = await self._routes_of([(internal_id, output) for _, internal_id, output in ended])
         if self.settings.speculative or self.settings.tokenizer:
             # Drafts, or a step begun before a stop string was found, may have gone beyond the response's end.
-            routes = [_of_tokens(rows, output) for rows, (_, _, output) in zip(routes, ended, strict=True)]
+            routes = [routes_of_tokens(rows, output) for rows, (_, _, output) in zip(routes, ended, strict=True)]
         return [
             make_completion(request, output.outputs[0], rows, self.version, self.settings.routing_replay)
             for (request, _, output), rows in zip(ended, routes, strict=True)
@@ -536,50 +521,6 @@ def start_failure(error: Exception, log: Path) -> str:
     tail = process.last_lines(log, LOG_TAIL_LINES)
     raised = [line for line in tail.splitlines() if re.match(r"[\w.]*(Error|Exception): ", line)]
     return f"vLLM did not start: {raised[-1] if raised else error}\nLast lines of {log}:\n{tail}"
-
-
-def stop_ids(model: str) -> tuple[int, ...]:
-    """The checkpoint's end-of-sequence ids: generation_config.json's, else config.json's."""
-    for file in ("generation_config.json", "config.json"):
-        path = Path(model, file)
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    raise ValueError(f"{model}: neither generation_config.json nor config.json names an eos_token_id")
-
-
-def check_fits(request: Request, max_model_len: int) -> None:
-    """Raises ValueError for a request that could outgrow the engine's context."""
-    prompt, response = len(request.prompt_ids), request.max_tokens
-    if prompt + response > max_model_len:
-        raise ValueError(
-            f"request {request.id}: {prompt} prompt tokens + max_tokens {response} exceed max_model_len {max_model_len}"
-        )
-
-
-def make_completion(
-    request: Request, output: Any, routes: Routes | None, version: int, routing_replay: bool
-) -> Completion:
-    """A completion from vLLM's output. Whoever replays the routes counts their rows and leaves out what lacks some.
-
-    An interrupted response without the routes of all its tokens (it was waiting to be computed again) is given up.
-    """
-    if output.finish_reason == "abort" and routing_replay:
-        rows = len(request.prompt_ids) + len(output.token_ids) - 1
-        if not output.token_ids or routes is None or len(routes) < rows:
-            return Completion.not_begun(request, version)
-        routes = routes[:rows]
-    tokens = np.asarray(output.token_ids, np.int32)
-    logp = np.asarray(
-        [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32
-    )
-    ended_by = output.stop_reason if isinstance(output.stop_reason, str) else None
-    return Completion(request.id, tokens, logp, routes, output.finish_reason, version, ended_by=ended_by)
-
-
-def _of_tokens(routes: Routes | None, output: Any) -> Routes | None:
-    """The rows of all tokens but the last one."""
-    return None if routes is None else routes[: len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1]
 
 
 async def _wait(request: Request, collector: Any, done: asyncio.Queue) -> None:
