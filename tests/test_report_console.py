@@ -51,7 +51,7 @@ time/hold_s time/turn_s time/idle_s rollout/continued rollout/engine_restarts ro
 rollout/drafted rollout/draft_acceptance rollout/turns_mean rollout/environment_s rollout/environment_failures
 rollout/tokens rollout/tokens_per_s rollout/truncated rollout/staleness sampling/dropped_groups verifier/timeouts
 verifier/errors loss/policy loss/clip_fraction loss/entropy loss/kl optim/grad_norm optim/router_grad_norm
-optim/skipped_updates optim/lr memory/gpu_peak_bytes memory/host_peak_bytes nvme/read_bytes nvme/write_bytes
+optim/skipped_updates optim/lr optim/tflops memory/gpu_peak_bytes memory/host_peak_bytes nvme/read_bytes nvme/write_bytes
 nvme/seconds
 """.split()
 
@@ -88,6 +88,7 @@ def test_values_are_formatted_with_their_unit() -> None:
         ("time/step_s", 1.5, "1.5 s"),
         ("rollout/tokens", 12345, "12,345"),
         ("rollout/tokens_per_s", 1534.4, "1,534 tokens/s"),
+        ("optim/tflops", 212.34, "212 TFLOP/s"),
         ("parity/mismatch_kl", 1.23e-9, "1.2e-09"),
         ("reward/mean", 0.0, "0"),
         ("loss/kl", None, "–"),

@@ -42,7 +42,7 @@ def describe(recipe: Recipe) -> Description:
 
         return Description(_plain(tiny_config(SIZES[name])), f"the {name} Beam")
     if Path(name).is_dir():
-        return _of_folder(Path(name).resolve(), str(Path(name).resolve() / "config.json"))
+        return describe_folder(Path(name).resolve(), str(Path(name).resolve() / "config.json"))
     if os.sep in name and (name.startswith((".", os.sep)) or name.count("/") > 1):
         raise InputError(f"model.path = {name}: no such folder")
     return _from_hub(name, recipe.model.revision)
@@ -61,10 +61,10 @@ def _from_hub(name: str, revision: str | None) -> Description:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"model.path = {name}: neither a folder nor a model the hub can give ({reason})") from None
-    return _of_folder(file.parent, f"{name}, config.json of the hub")
+    return describe_folder(file.parent, f"{name}, config.json of the hub")
 
 
-def _of_folder(folder: Path, source: str) -> Description:
+def describe_folder(folder: Path, source: str) -> Description:
     config = check_config(folder)
     return Description(config, source) if is_beam(config) else Description(named_as_beams(config), source, folder)
 

@@ -47,6 +47,17 @@ def other_tensors(folder: Path) -> dict[str, Stored]:
     }
 
 
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Of the checkpoint in that folder, by its files' headers."""
+    from safetensors import safe_open
+
+    found: dict[str, Stored] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: Stored(tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()}  # noqa: SIM118
+    return found
+
+
 def _on_disk(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
     """The tensors that one of the model in memory is."""
     layer, fused, projection = name.partition(".experts.")

@@ -1,6 +1,6 @@
 """Multiplications and bytes of one token through the model: what its seconds are computed from. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,3 +40,8 @@ def forward_flops(work: Work, tokens: float, mean_length: float) -> float:
     """Multiplications and additions counted one by one; windowed layers see their window, others half of the sample."""
     seen = work.attention * mean_length / 2 + work.windowed * min(work.window, mean_length / 2)
     return tokens * (2 * work.active + seen)
+
+
+def update_flops(work: Work, lengths: Iterable[int], adapter: bool) -> float:
+    """Of the forward and backward passes over samples of so many tokens; a frozen weight has no gradient of its own."""
+    return (2 if adapter else 3) * sum(forward_flops(work, length, length) for length in lengths)

@@ -149,6 +149,7 @@ def comparison(runs: Sequence[History]) -> list[list[str]]:
         ("|Δ log p|, largest mean", "parity/abs_logprob_diff_mean", lambda v: f"{max(v):.1e}"),
         ("seconds a step", "time/step_s", lambda v: format_seconds(mean(v))),
         ("tokens/s sampled", "rollout/tokens_per_s", lambda v: f"{mean(v):,.0f}"),
+        ("TFLOP/s of a rank's updates", "optim/tflops", lambda v: f"{mean(v):.3g}"),
         ("GPU memory, peak", "memory/gpu_peak_bytes", lambda v: format_bytes(max(v))),
         ("host memory, peak", "memory/host_peak_bytes", lambda v: format_bytes(max(v))),
     ]

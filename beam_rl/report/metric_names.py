@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Unit = Literal["", "nats", "s", "bytes", "share", "count", "tokens/s"]
+Unit = Literal["", "nats", "s", "bytes", "share", "count", "tokens/s", "TFLOP/s"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ METRICS: dict[str, Metric] = {
     ),
     "optim/skipped_updates": Metric("count", "mini-batches without an update: their advantages are all 0"),
     "optim/lr": Metric("", "learning rate of the step's last update"),
+    "optim/tflops": Metric("TFLOP/s", "of a rank in the updates: the model's own multiplications and additions"),
     "memory/gpu_peak_bytes": Metric("bytes", "most GPU memory that a trainer rank held"),
     "memory/host_peak_bytes": Metric("bytes", "most host memory that a trainer rank held"),
     "turn/bytes": Metric("bytes", "copied between shared GPUs and where the trainer waits, since the step before"),
@@ -135,6 +136,8 @@ def format_value(name: str, value: float | None) -> str:
         return f"{value:,.0f}"
     if unit == "tokens/s":
         return f"{value:,.0f} tokens/s"
+    if unit == "TFLOP/s":
+        return f"{value:.3g} TFLOP/s"
     return _significant(value)
 
 
