@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from beam_rl.megatron import logprobs
 from beam_rl.megatron.kernels import gate, norm_residual, qk_norm, swiglu
+from beam_rl.megatron.kernels import head as head_kernels
 
 ON_GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 runs_kernels = pytest.mark.skipif(not ON_GPU and not INTERPRETED, reason="runs on a GPU, or where TRITON_INTERPRET=1")
@@ -241,6 +243,54 @@ def test_output_gate_has_the_bits_and_gradients_of_plain_torch(
     inputs = [x, random(tokens, 2 * heads, dim, dtype=dtype).detach()[:, ::2], bias]
     check_nearly_all_bits(gate.Fused.apply(*inputs), gate.reference(*inputs))
     check_gradients(gate.Fused.apply, gate.reference, true_gate, inputs)
+
+
+# --- the head -------------------------------------------------------------------------------------------------
+
+
+@runs_kernels
+@DTYPES
+@pytest.mark.parametrize("numerics", ["engine", "reference", "fp32_head"])
+@pytest.mark.parametrize(
+    ("softcap", "temperature", "vocabulary"),
+    [(5.0, 1.0, 50), (5.0, 0.7, 4133), (None, 1.0, 9001), pytest.param(30.0, 1.0, 151_936, marks=gpu)],
+)
+def test_head_has_the_log_probabilities_and_gradients_of_plain_torch(
+    softcap: float | None,
+    temperature: float,
+    vocabulary: int,
+    numerics: Any,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    hidden, head = random(13, 24, dtype=dtype), random(vocabulary, 24, dtype=dtype)
+    targets = torch.randint(vocabulary, (13,), device=DEVICE)
+    form: Any = {"softcap": softcap, "temperature": temperature, "numerics": numerics, "chunk_tokens": 5}
+
+    def computed(covered: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+        def values(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+            monkeypatch.setattr(logprobs, "covers", lambda *_: covered)
+            return logprobs.token_logprobs(hidden, head, targets, **form)
+
+        return values
+
+    fused, plain = computed(True), computed(False)
+    for got, want in zip(fused(hidden, head), plain(hidden, head), strict=True):
+        assert got.dtype == want.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+    only = [lambda *own, f=f: f(*own)[0] for f in (fused, plain, plain)]  # an entropy has no gradient
+    check_gradients(*only, [hidden, head])
+
+
+@runs_kernels
+def test_bits_of_a_small_logits_softcap_are_not_lost() -> None:
+    """c · tanh(z / c) of a tiny z is z to the last bits; 1 − 2 / (exp(2 z) + 1) alone would keep three digits of it."""
+    z = torch.tensor([[1e-3, -1e-3, 0.5, -3.0, 29.0, 400.0, -400.0]], device=DEVICE)
+    for column in range(z.size(1)):
+        row = torch.tensor([column], device=DEVICE)
+        chosen = head_kernels.sums(z, row, 30.0, 1.0, False)[3]
+        torch.testing.assert_close(chosen, 30 * torch.tanh(z[:, column] / 30), rtol=3e-6, atol=0)
 
 
 # --- all of them ------------------------------------------------------------------------------------------

@@ -189,6 +189,19 @@ def test_frozen_head_leaves_the_gradient_of_the_hidden_states_as_it_is() -> None
     assert alone.shape == head.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_heads_gradient_is_added_to_the_memory_that_is_given_for_it(dtype: torch.dtype) -> None:
+    hidden, head, targets = inputs(dtype)
+    options: Any = {"softcap": 30.0, "temperature": 1.0, "numerics": "engine", "chunk_tokens": 4}
+    of_hidden, of_head = torch.autograd.grad(token_logprobs(hidden, head, targets, **options)[0].sum(), (hidden, head))
+    there = torch.ones_like(head, dtype=torch.float32)
+    token_logprobs(hidden, head, targets, **options, head_gradient=there)[0].sum().backward()
+    assert head.grad is None and torch.equal(hidden.grad, of_hidden)
+    torch.testing.assert_close(
+        (there - 1).to(dtype), of_head, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
+
+
 def test_no_tokens_give_no_log_probabilities() -> None:
     hidden, head, targets = inputs(torch.float32, tokens=0)
     logp, entropy = token_logprobs(hidden, head, targets, softcap=30.0, temperature=1.0, numerics="engine")

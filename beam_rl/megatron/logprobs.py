@@ -2,17 +2,21 @@
 
 The logits of all tokens never exist at once: the head, the softcap, the temperature and the log-softmax run over chunks
 of tokens, and the backward pass computes each chunk again. With a tensor-parallel group the vocabulary is cut over its
-ranks, and what they exchange is four numbers a token. Plain torch: knows nothing about Megatron.
+ranks, and what they exchange is four numbers a token. What lies between the head's product and the softmax's sums is a
+kernel on a GPU, plain torch elsewhere. Knows nothing about Megatron.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from beam_rl.megatron.kernels import covers
+from beam_rl.megatron.kernels import head as kernels
 
 Numerics = Literal["engine", "reference", "fp32_head"]
 
@@ -25,14 +29,16 @@ def token_logprobs(
     softcap: float | None,
     temperature: float,
     numerics: Numerics,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = 2048,
     tp_group: dist.ProcessGroup | None = None,
+    head_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Natural-log probability of each target and the entropy of each distribution.
 
     Beyond its inputs, results and gradients a call holds `chunk_tokens` × vocabulary (the rank's part of it) ×
-    `workspace_bytes(dtype, device)`, forward and backward. The gradient of `head` adds up in FP32, once as large as
-    `head`; for a BF16 head on a CPU each chunk's share exists beside it in BF16. A frozen head costs neither.
+    `workspace_bytes(dtype, device, numerics)`, forward and backward. The gradient of `head` adds up in FP32, in
+    `head_gradient` or in memory of its own; for a BF16 head on a CPU each chunk's share exists beside it in BF16. A frozen
+    head costs neither.
 
     With `tp_group` every rank calls with the same `hidden` and `targets` and gets the same results, bit for bit. The
     gradient of `hidden` is the whole one on every rank: **it is summed over the group here**, so nothing upstream may
@@ -50,6 +56,7 @@ def token_logprobs(
             on, whose sums are FP32 in any case (a CPU makes an FP32 copy of `head` for it, chunk by chunk).
         chunk_tokens: tokens whose logits exist at one time.
         tp_group: the ranks that share the vocabulary.
+        head_gradient: FP32, of `head`'s shape. The backward pass adds the gradient of `head` to it, and autograd gets none.
     Returns:
         (tokens,) FP32 log-probabilities, with gradient to `hidden` and `head`, and (tokens,) FP32 entropies in nats,
         without. FP64 input gives FP64.
@@ -63,26 +70,29 @@ def token_logprobs(
     _check_targets(targets, len(head) * (dist.get_world_size(tp_group) if tp_group else 1))
     wide = _wide(hidden.dtype)
     options = _Options(
-        softcap=None if softcap is None else torch.tensor([softcap], dtype=wide, device=hidden.device),
-        temperature=None if temperature == 1 else torch.tensor([temperature], dtype=wide, device=hidden.device),
+        softcap=softcap,
+        temperature=temperature,
         rounded=numerics == "engine" and hidden.dtype != wide,
         wide_product=numerics == "fp32_head" and hidden.dtype != wide,
         chunk_tokens=chunk_tokens,
         tp_group=tp_group,
+        head_gradient=head_gradient,
         first=len(head) * dist.get_rank(tp_group) if tp_group else 0,
     )
     return _TokenLogprobs.apply(hidden, head, targets, options)
 
 
-def workspace_bytes(dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes a logit of the current chunk takes: two FP32 buffers, and for a BF16 head one in BF16.
+def workspace_bytes(dtype: torch.dtype, device: torch.device, numerics: Numerics = "engine") -> int:
+    """Bytes a logit of the current chunk takes.
 
-    CPUs take a third FP32 one then: torch's operators convert there through a copy, on a GPU in registers.
+    On a GPU the head's product, which its gradient overwrites; with "fp32_head" the gradient lies beside it. In plain
+    torch two FP32 buffers, and for a BF16 head one in BF16; CPUs take a third FP32 one then: torch's operators convert there
+    through a copy.
     """
     wide = _wide(dtype)
-    if dtype == wide:
-        return 2 * wide.itemsize
-    return (3 if device.type == "cpu" else 2) * wide.itemsize + dtype.itemsize
+    if device.type == "cuda" and dtype != torch.double:
+        return dtype.itemsize + (wide.itemsize if numerics == "fp32_head" and dtype != wide else 0)
+    return 2 * wide.itemsize + (wide.itemsize + dtype.itemsize if dtype != wide else 0)
 
 
 def scaled_logits(hidden: Tensor, head: Tensor, softcap: float, temperature: float, rounded: bool) -> Tensor:
@@ -101,6 +111,11 @@ def wide_product(hidden: Tensor, head: Tensor, out: Tensor) -> Tensor:
     return torch.mm(hidden.to(out.dtype), head.T.to(out.dtype), out=out)  # no such product on CPUs
 
 
+def _product(hidden: Tensor, head: Tensor, out: Tensor) -> Tensor:
+    """hidden · headᵀ, in the dtype of `out`."""
+    return torch.mm(hidden, head.T, out=out) if out.dtype == hidden.dtype else wide_product(hidden, head, out)
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.double if dtype == torch.double else torch.float
 
@@ -115,14 +130,13 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
 
 @dataclass(frozen=True)
 class _Options:
-    # Tensors of one element: dividing BF16 by one computes in FP32 without a copy, and divides truly on every device
-    # (CUDA multiplies by the reciprocal of a plain number).
-    softcap: Tensor | None  # None: none
-    temperature: Tensor | None  # None: 1
+    softcap: float | None
+    temperature: float
     rounded: bool
     wide_product: bool
     chunk_tokens: int
     tp_group: dist.ProcessGroup | None
+    head_gradient: Tensor | None
     first: int  # the lowest token id in this rank's part of the vocabulary
 
     def chunks(self, tokens: int) -> Iterator[slice]:
@@ -135,48 +149,104 @@ class _Options:
         return row.where(owned, 0), owned
 
 
-class _Workspace:
-    """The (chunk, vocabulary) buffers, one allocation for all chunks of a pass."""
+class _Softmax(Protocol):
+    """The chunks' way from the head's product to the softmax and back, in buffers made once for all chunks of a pass."""
 
-    def __init__(self, hidden: Tensor, head: Tensor, chunk_tokens: int) -> None:
-        shape, wide = (min(chunk_tokens, len(hidden)), len(head)), _wide(hidden.dtype)
-        self.tanh = torch.empty(shape, dtype=wide, device=hidden.device)
+    def sums(self, hidden: Tensor, head: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+        """As `kernels.sums`."""
+
+    def gradient(
+        self, hidden: Tensor, head: Tensor, row: Tensor, highest: Tensor, total: Tensor, upstream: Tensor, at: Tensor
+    ) -> Tensor:
+        """(chunk, vocabulary) of the product, in the activations' dtype, as `kernels.gradient`; `at` is its `at_target`."""
+
+
+class _Fused:
+    def __init__(self, hidden: Tensor, head: Tensor, options: _Options) -> None:
+        shape, wide = (min(options.chunk_tokens, len(hidden)), len(head)), options.wide_product
+        self.product = hidden.new_empty(shape, dtype=_wide(hidden.dtype) if wide else hidden.dtype)
+        self.out = hidden.new_empty(shape) if wide else self.product
+        self.form = options.softcap, options.temperature, options.rounded
+
+    def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        return _product(hidden, head, self.product[: len(hidden)])
+
+    def sums(self, hidden: Tensor, head: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+        return kernels.sums(self._logits(hidden, head), row, *self.form)
+
+    def gradient(
+        self, hidden: Tensor, head: Tensor, row: Tensor, highest: Tensor, total: Tensor, upstream: Tensor, at: Tensor
+    ) -> Tensor:
+        logits, out = self._logits(hidden, head), self.out[: len(hidden)]
+        return kernels.gradient(logits, row, *self.form, highest, total, upstream, at, out)
+
+
+class _Plain:
+    """Softcap and temperature are tensors of one element: dividing BF16 by one computes in FP32 without a copy, and divides
+    truly on every device (CUDA multiplies by the reciprocal of a plain number)."""
+
+    def __init__(self, hidden: Tensor, head: Tensor, options: _Options) -> None:
+        shape, wide = (min(options.chunk_tokens, len(hidden)), len(head)), _wide(hidden.dtype)
+        self.options = options
+        self.softcap, self.temperature = (
+            torch.tensor([value or 1.0], dtype=wide, device=hidden.device)
+            for value in (options.softcap, options.temperature)
+        )
+        self.tanh = hidden.new_empty(shape, dtype=wide)
         self.spare = torch.empty_like(self.tanh)
-        self.z = self.tanh if hidden.dtype == wide else torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+        self.z = self.tanh if hidden.dtype == wide else hidden.new_empty(shape)
 
-    def logits(self, hidden: Tensor, head: Tensor, options: _Options, keep_tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _logits(self, hidden: Tensor, head: Tensor, keep_tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
         """The chunk's logits as the softmax sees them, tanh(z/c) where it is kept and there, and the other wide buffer.
 
         The logits lie in `z` (in the activation dtype, if they are rounded) or in a wide buffer; all three are views
         that the caller may overwrite.
         """
         z, tanh, spare = (buffer[: len(hidden)] for buffer in (self.z, self.tanh, self.spare))
-        wide_head = options.wide_product
-        logits = wide_product(hidden, head, out=tanh) if wide_head else torch.mm(hidden, head.T, out=z)
+        logits = _product(hidden, head, tanh if self.options.wide_product else z)
         wide = spare if keep_tanh else tanh
-        if options.softcap is not None:
-            torch.div(logits, options.softcap, out=tanh).tanh_()
-            logits = torch.mul(tanh, options.softcap, out=z if options.rounded else wide)
-        if options.temperature is not None:
-            logits = torch.div(logits, options.temperature, out=wide)
+        if self.options.softcap is not None:
+            torch.div(logits, self.softcap, out=tanh).tanh_()
+            logits = torch.mul(tanh, self.softcap, out=z if self.options.rounded else wide)
+        if self.options.temperature != 1:
+            logits = torch.div(logits, self.temperature, out=wide)
         return logits, tanh, spare
+
+    def sums(self, hidden: Tensor, head: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+        logits, shifted, exp = self._logits(hidden, head, keep_tanh=False)
+        chosen = logits.gather(-1, row[:, None]).squeeze(-1).to(exp.dtype)
+        highest = logits.amax(-1).to(exp.dtype)
+        torch.sub(logits, highest[:, None], out=shifted)
+        torch.exp(shifted, out=exp)
+        return highest, exp.sum(-1), shifted.mul_(exp).sum(-1), chosen
+
+    def gradient(
+        self, hidden: Tensor, head: Tensor, row: Tensor, highest: Tensor, total: Tensor, upstream: Tensor, at: Tensor
+    ) -> Tensor:
+        logits, tanh, grad = self._logits(hidden, head, keep_tanh=True)
+        torch.sub(logits, highest[:, None], out=grad).exp_().mul_((-upstream / total)[:, None])
+        grad[torch.arange(len(grad), device=grad.device), row] += at
+        into = self.z[: len(grad)] if self.z is not self.tanh else grad
+        if self.options.softcap is None:
+            return grad if into is grad else into.copy_(grad)
+        # grad · (1 − tanh²), rounded
+        return torch.ops.aten.tanh_backward.grad_input(grad, tanh, grad_input=into)
+
+
+def _softmax(hidden: Tensor, head: Tensor, options: _Options) -> _Softmax:
+    return (_Fused if covers(hidden, head) else _Plain)(hidden, head, options)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-        work = _Workspace(hidden, head, options.chunk_tokens)
+        softmax = _softmax(hidden, head, options)
         row, owned = options.local(targets, head)
         # Over this rank's vocabulary, with x the logits: max x, Σ exp(x − max), Σ (x − max) exp(x − max), x at the target.
-        highest, total, weighted, chosen = hidden.new_empty(4, len(hidden), dtype=work.spare.dtype)
+        found = hidden.new_empty(4, len(hidden), dtype=_wide(hidden.dtype))
         for part in options.chunks(len(hidden)):
-            logits, shifted, exp = work.logits(hidden[part], head, options, keep_tanh=False)
-            chosen[part] = logits.gather(-1, row[part, None]).squeeze(-1)
-            highest[part] = logits.amax(-1)
-            torch.sub(logits, highest[part, None], out=shifted)
-            torch.exp(shifted, out=exp)
-            torch.sum(exp, -1, out=total[part])
-            torch.sum(shifted.mul_(exp), -1, out=weighted[part])
+            found[:, part] = torch.stack(softmax.sums(hidden[part], head, row[part]))
+        highest, total, weighted, chosen = found
         chosen = chosen.where(owned, 0)
         if options.tp_group is not None:
             highest, total, weighted, chosen = _over_group(highest, total, weighted, chosen, options.tp_group)
@@ -194,22 +264,17 @@ class _TokenLogprobs(torch.autograd.Function):
         options: _Options = ctx.options
         for_hidden, for_head = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
-        grad_head = torch.zeros_like(head, dtype=_wide(head.dtype)) if for_head else None
+        grad_head = options.head_gradient if for_head else None
+        if for_head and grad_head is None:
+            grad_head = torch.zeros_like(head, dtype=_wide(head.dtype))
         row, owned = options.local(targets, head)
-        upstream = grad_logp if options.temperature is None else grad_logp / options.temperature
+        upstream = grad_logp if options.temperature == 1 else grad_logp / options.temperature
+        at_target = upstream.where(owned, 0)
         sums = []
-        work = _Workspace(hidden, head, options.chunk_tokens)
+        softmax = _softmax(hidden, head, options)
         for part in options.chunks(len(hidden)):
-            logits, tanh, grad = work.logits(hidden[part], head, options, keep_tanh=True)
-            torch.sub(logits, highest[part, None], out=grad).exp_().mul_((-upstream[part] / total[part])[:, None])
-            each = torch.arange(len(grad), device=grad.device)
-            grad[each, row[part]] += upstream[part].where(owned[part], 0)
-            into = work.z[: len(grad)] if work.z is not work.tanh else grad
-            if options.softcap is None:
-                grad = grad if into is grad else into.copy_(grad)
-            else:
-                # grad · (1 − tanh²), rounded
-                grad = torch.ops.aten.tanh_backward.grad_input(grad, tanh, grad_input=into)
+            of_tokens = (each[part] for each in (row, highest, total, upstream, at_target))
+            grad = softmax.gradient(hidden[part], head, *of_tokens)
             if grad_head is not None:
                 _add_product(grad_head, grad, hidden[part])
             if grad_hidden is not None:
@@ -218,7 +283,9 @@ class _TokenLogprobs(torch.autograd.Function):
                     sums.append(dist.all_reduce(grad_hidden[part], group=options.tp_group, async_op=True))
         for handle in sums:
             handle.wait()
-        return grad_hidden, None if grad_head is None else grad_head.to(head.dtype), None, None
+        if grad_head is None or grad_head is options.head_gradient:
+            return grad_hidden, None, None, None
+        return grad_hidden, grad_head.to(head.dtype), None, None
 
 
 def _over_group(highest: Tensor, total: Tensor, weighted: Tensor, chosen: Tensor, group: Any) -> tuple[Tensor, ...]:

@@ -207,9 +207,9 @@ def _router_observed(router: Any, recorder: Recorder, layer: int, tokens: Gather
 
 @contextmanager
 def _logits_observed(recorder: Recorder, vocabulary: int) -> Iterator[None]:
-    """Of a part of the vocabulary, or of all of it on every tensor-parallel rank."""
-    workspace: Any = logprobs._Workspace
-    compute = workspace.logits
+    """Of a part of the vocabulary, or of all of it on every tensor-parallel rank; in plain torch, where they exist."""
+    plain: Any = logprobs._Plain
+    compute = plain._logits
 
     def recording(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         logits, *buffers = compute(self, *args, **kwargs)
@@ -217,5 +217,5 @@ def _logits_observed(recorder: Recorder, vocabulary: int) -> Iterator[None]:
         recorder.add(None, "logits", gather_context(logits) if whole else gather_last(logits))
         return logits, *buffers
 
-    with replaced(workspace, "logits", recording):
+    with replaced(logprobs, "_softmax", plain), replaced(plain, "_logits", recording):
         yield

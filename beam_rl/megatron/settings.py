@@ -27,7 +27,7 @@ class TrainerSettings:
     engine_mxfp8: Scheme | None = None  # the weights that engines get in MXFP8; None: none
     recompute: Literal["none", "selective", "full"] = "none"
     collective_timeout_s: float = 600.0  # for one rank to wait for the others in one operation
-    chunk_tokens: int = 1024  # tokens whose FP32 logits exist at one time
+    chunk_tokens: int = 2048  # tokens whose logits exist at one time
     adapter: Adapter | None = None  # train this and leave the checkpoint's weights as they are; None: train them all
     wait_in: Literal["host", "nvme"] = "host"  # what the device holds, while others have it; nvme: in `nvme.path`
     nvme_folder: str | None = None  # this run's own, on each node; every rank makes one of its own in it

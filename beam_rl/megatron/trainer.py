@@ -474,15 +474,17 @@ class Trainer:
             return self._head(hidden, batch, pack)
 
     def _head(self, hidden: Tensor, batch: MicroBatch, pack: Pack) -> tuple[Tensor, Tensor]:
+        head = head_of(self.chunks[-1])
         logp, entropy = token_logprobs(
             ranks.whole_sequence(hidden) if self.settings.parallel.sp else hidden,
-            head_of(self.chunks[-1]),
+            head,
             self._tensor(batch.targets)[pack.rows],
             softcap=self.checkpoint.softcap,
             temperature=self.settings.temperature,
             numerics=self.settings.numerics,
             chunk_tokens=self.settings.chunk_tokens,
             tp_group=ranks.vocabulary_group(),
+            head_gradient=getattr(head, "main_grad", None),  # where Megatron would add each micro-batch's to it
         )
         if self.settings.parallel.cp > 1:
             logp, entropy = (ranks.whole_context(values, pack.gathered_order) for values in (logp, entropy))

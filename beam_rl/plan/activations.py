@@ -108,9 +108,12 @@ def beam_parts(sizes: Sizes, tokens: Tokens) -> "Parts":
 def head(
     sizes: Sizes, tokens: Tokens, norm_bytes: int, chunk_tokens: int, trainable: bool, workspace_bytes: int
 ) -> float:
-    """The final norm, the gathered hidden states and their gradient, the head's FP32 gradient, one chunk of logits."""
+    """The final norm, the gathered hidden states and their gradient, one chunk of logits.
+
+    The head's gradient goes straight to where Megatron adds them up; on a CPU each BF16 chunk's lies beside it first.
+    """
     v, h = sizes.value_bytes, sizes.hidden
-    of_head = (FP32 + (v if v < FP32 else 0)) * sizes.vocabulary * h if trainable else 0
+    of_head = v * sizes.vocabulary * h if trainable and v < FP32 and not sizes.fused else 0
     logits = min(chunk_tokens, tokens.scored) * sizes.vocabulary * workspace_bytes
     return tokens.stream * norm_bytes + tokens.scored * 2 * v * h + of_head + logits
 

@@ -21,8 +21,6 @@ CPU_BF16_BYTES = (
     850_000_000  # more in BF16, measured: oneDNN keeps what it compiled for the last 1024 shapes of a product
 )
 CPU_WORKER_BYTES = 1_700_000_000  # in an engine before it has a model: vLLM and what it compiles
-LOGIT_BYTES = {True: 10, False: 8}  # of a logit in BF16, in FP32: `megatron.logprobs.workspace_bytes`
-CPU_BF16_LOGIT_BYTES = 14
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,11 @@ def micro_batches(case: Case) -> int:
 
 
 def logit_bytes(case: Case) -> int:
-    narrow = case.value_bytes < 4
-    return CPU_BF16_LOGIT_BYTES if narrow and not case.on_gpus else LOGIT_BYTES[narrow]
+    """Of a logit of the current chunk: `megatron.logprobs.workspace_bytes`."""
+    narrow = case.value_bytes < activations.FP32
+    if not case.on_gpus:
+        return 14 if narrow else 8
+    return case.value_bytes + (activations.FP32 if narrow and case.recipe.trainer.numerics == "fp32_head" else 0)
 
 
 def sizes(case: Case) -> activations.Sizes:

@@ -278,7 +278,7 @@ class Trainer(Section):
     deterministic: Switch = Field(False, description="same bits in every run, at some cost in speed")
     token_budget: Positive = Field(4096, description="tokens in one micro-batch; the longest sample must fit")
     logprob_chunk_tokens: Positive = Field(
-        1024, description="tokens whose logits over the vocabulary exist at one time"
+        2048, description="tokens whose logits over the vocabulary exist at one time"
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="in the backward pass compute again: the MLPs and experts (selective), or whole layers"
