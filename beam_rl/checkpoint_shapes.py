@@ -29,19 +29,26 @@ def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def stored_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
-    """The names of another model's tensors, as they lie in its folder.
+    """The names of another model's tensors, as they lie in its folder."""
+    return {*stored_shapes(folder, config)}
+
+
+def stored_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, Shape]:
+    """By the names of the tensors in a checkpoint's folder.
 
     Without what is there twice, and without layers beyond the last, which only draft tokens. Read from the files' headers:
     the family's own code alone could say them without.
     """
-    names: set[str] = set()
+    shapes: dict[str, Shape] = {}
     for file in weight_files(folder):
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            names |= json.loads(opened.read(length)).keys() - {"__metadata__"}
-    names -= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+            header = json.loads(opened.read(length))
+        shapes |= {name: tuple(about["shape"]) for name, about in header.items() if name != "__metadata__"}
+    if config.get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
     beyond = config["num_hidden_layers"]
-    return {name for name in names if not ((found := LAYER.match(name)) and int(found[1]) >= beyond)}
+    return {name: s for name, s in shapes.items() if not ((found := LAYER.match(name)) and int(found[1]) >= beyond)}
 
 
 def weight_files(folder: Path) -> list[Path]:

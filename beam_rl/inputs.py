@@ -19,6 +19,8 @@ from beam_rl.lora import Adapter, adapter_of, targets_in
 from beam_rl.model_config import experts_of, full_config, is_beam, named_as_beams, with_defaults
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
 from beam_rl.other_models import fitted, refusals, unadapted, unknown
+from beam_rl.plan.tensors import stored_tensors
+from beam_rl.plan.work import Work, work_of
 from beam_rl.recipe.tree import DataSource, Recipe
 from beam_rl.samples import Prompt
 from beam_rl.step import Display, Phase
@@ -43,13 +45,15 @@ class Inputs:
     notes: list[str]  # what became of the data sets' rows
     decode: Callable[[Sequence[int]], str]  # token ids → text without special tokens
     frame: Frame | None  # what the chat template puts around an environment's answers
+    work: Work  # of a token in the model
 
 
-def prepare(recipe: Recipe, display: Display) -> Inputs:
+def prepare(recipe: Recipe, display: Display, trains: bool = True) -> Inputs:
     """Finds or makes the checkpoint, reads the data, and checks both.
 
     Args:
         display: shows that a small checkpoint is being made.
+        trains: whether there will be a trainer, which knows fewer models than engines do.
     Raises:
         InputError: a missing folder, a model that can't be trained, data that can't serve, a reward that can't be loaded.
     """
@@ -62,7 +66,8 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
     engine_model(recipe, path)
     if problem := unadapted(adapter_for(recipe, path), config, path):
         raise InputError(problem)
-    check_built(recipe, path, config)
+    if trains:
+        check_built(recipe, path, config)
     recipe, switched_off = fitted(recipe, config)
     from transformers import AutoTokenizer
 
@@ -91,6 +96,7 @@ def prepare(recipe: Recipe, display: Display) -> Inputs:
         notes=notes,
         decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
         frame=find_frame(tokenizer, recipe.environment.role, stop_ids(str(path))) if recipe.environment else None,
+        work=work_of(config if is_beam(config) else named_as_beams(config), stored_tensors(path, config)),
     )
 
 

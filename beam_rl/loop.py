@@ -22,9 +22,7 @@ from beam_rl.inputs import Inputs
 from beam_rl.interrupts import Interrupted, held, time_left
 from beam_rl.parity.check import logprob_mean_bound
 from beam_rl.parity.check import sample as parity_samples
-from beam_rl.plan.description import describe_folder
-from beam_rl.plan.tensors import stored_tensors
-from beam_rl.plan.work import update_flops, work_of
+from beam_rl.plan.work import update_flops
 from beam_rl.policy import Scores
 from beam_rl.recipe.tree import Recipe
 from beam_rl.report import Report
@@ -97,7 +95,6 @@ class Loop:
         self.recipe, self.inputs, self.run, self.report = recipe, inputs, run, report
         self.policy, self.engines, self.weights, self.verifier = cluster.policy, cluster.engines, cluster.sync, verifier
         self.turns = cluster.turns
-        self.work = work_of(describe_folder(inputs.model_path, "").config, stored_tensors(inputs.model_path))
         self.saver = Saver(run, cluster.policy, recipe.checkpoint, recipe.model.lora is not None, report.warn)
         self.state = State()
         self.under_way: list[Flight] = []  # begun, but not trained on, when the weights of `state.step` were there
@@ -273,7 +270,7 @@ class Loop:
     def update_flops(self, batch: StepBatch) -> float:
         """A rank's part of what the model has to multiply and add for the updates of a batch, nothing counted twice."""
         lengths = (sample.model_tokens for part in batch.mini_batches for sample in part)
-        whole = update_flops(self.work, lengths, adapter=self.recipe.model.lora is not None)
+        whole = update_flops(self.inputs.work, lengths, adapter=self.recipe.model.lora is not None)
         return whole / self.recipe.trainer.parallel.ranks
 
     def evaluation_due(self) -> bool:

@@ -79,11 +79,11 @@ def run_evaluation(source: Path, overrides: Iterable[str], k: int | None = None)
     with contextlib.ExitStack() as stack:
         console = stack.enter_context(Console(0, file=sys.stderr))
         folder = stack.enter_context(scratch())
-        inputs = prepare(recipe, console)
+        alone = checkpoint is None and not start_adapter(recipe) and recipe.rollout_precision != "mxfp8"
+        inputs = prepare(recipe, console, trains=not alone)
         recipe = inputs.recipe
         verifier = make_verifier(recipe.verifier)
         stack.callback(verifier.close)
-        alone = checkpoint is None and not start_adapter(recipe) and recipe.rollout_precision != "mxfp8"
         where = (inputs, folder, console)
         served = _engines_alone(recipe, *where) if alone else _engines_of_trainer(recipe, checkpoint, *where)
         engines, mend = stack.enter_context(served)

@@ -1,5 +1,5 @@
 #!/bin/bash
-# What docs/one_gpu.md and the *_h200.json files beside this tell, measured again on one GPU with 141 GB: one stage a call.
+# One GPU with 141 GB, measured: the benches of kernels, sync and engines, and the runs of docs/one_gpu.md. One stage a call.
 #   benchmarks/one_h200.sh start|bench|trace|runs|progress|tests OUT [RECIPE KEY=VALUE …]
 # OUT: a folder for logs and results. The repository's root is the working folder.
 set -u

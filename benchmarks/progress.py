@@ -9,7 +9,7 @@ SECONDS = ("step", "generate", "verify", "score", "update", "sync", "turn")
 
 
 def told(path: Path) -> str:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     trained = [row for row in rows if row["step"] > 0]
     scores = [f"{row['step']}: {v:.3f}" for row in rows for k, v in row.items() if "/avg@" in k]
     if not trained:

@@ -39,7 +39,8 @@ SMALL = [
     "logging.wandb=disabled",
     "logging.samples_per_step=1000",
 ]
-OF_TIME = ("time/", "sync/seconds", "rollout/tokens_per_s", "rollout/engine_restarts", "rollout/redone", "memory/")
+OF_TIME = ("time/", "sync/seconds", "rollout/tokens_per_s", "optim/tflops", "memory/")
+OF_TIME += ("rollout/engine_restarts", "rollout/redone")
 
 
 @dataclass(frozen=True)

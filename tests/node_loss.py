@@ -6,12 +6,11 @@ see `two_nodes.py`, which sets what Ray reads when it is imported.
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from two_nodes import SMALL_NODE  # isort: skip (before Ray)
+from two_nodes import SMALL_NODE, ray_folder  # isort: skip (before Ray)
 import ray
 from live_run import live_cluster, on
 from ray.cluster_utils import Cluster
@@ -29,7 +28,7 @@ def addresses(slots: Sequence[Slot]) -> list[str]:
 
 def main(tiny: str, folder: str) -> None:
     overrides = [f"model.path={tiny}", "rollout.engines=2", "cluster.placement=disaggregated"]
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as temp:
+    with ray_folder() as temp:
         head = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "temp_dir": temp, **SMALL_NODE}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:

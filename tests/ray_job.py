@@ -9,12 +9,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from two_nodes import SMALL_NODE, TINY  # isort: skip (before Ray)
+from two_nodes import SMALL_NODE, TINY, ray_folder  # isort: skip (before Ray)
 
 import ray
 import runs
@@ -28,7 +27,7 @@ os.environ |= {"RAY_worker_niceness": "0", "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT
 
 
 def main(out: str, kill_after: str, *overrides: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as temp:
+    with ray_folder() as temp:
         port = free_port("127.0.0.1")
         head = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "temp_dir": temp} | SMALL_NODE
         head |= {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}

@@ -281,6 +281,31 @@ def test_head_has_the_log_probabilities_and_gradients_of_plain_torch(
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
     only = [lambda *own, f=f: f(*own)[0] for f in (fused, plain, plain)]  # an entropy has no gradient
     check_gradients(*only, [hidden, head])
+    (of_sum,), (dense,) = (  # the gradient of a bare sum is one number, seen as many
+        torch.autograd.grad(fused(hidden, head)[0], hidden, towards.expand(13) if bare else towards.repeat(13))
+        for towards, bare in ((torch.ones(1, device=DEVICE), True), (torch.ones(1, device=DEVICE), False))
+    )
+    assert torch.equal(of_sum, dense)
+    there = torch.ones(head.shape, device=DEVICE)
+    (own,) = torch.autograd.grad(fused(hidden, head)[0].sum(), head)
+    form["head_gradient"] = there
+    fused(hidden, head)[0].sum().backward()
+    torch.testing.assert_close(
+        (there - 1).to(dtype), own, rtol=2 * EPS[dtype] if dtype == torch.bfloat16 else 1e-4, atol=2e-5
+    )
+
+
+@runs_kernels
+def test_gradients_of_a_part_of_the_vocabulary_leave_out_targets_of_others() -> None:
+    logits, row = torch.randn(3, 70, device=DEVICE), torch.tensor([5, 0, 69], device=DEVICE)
+    highest, total, _, _ = head_kernels.sums(logits, row, None, 1.0, False)
+    upstream = torch.tensor([1.0, -2.0, 0.5], device=DEVICE)
+    at_target = torch.tensor([1.0, 0.0, 0.5], device=DEVICE)
+    want = -upstream[:, None] * logits.softmax(-1)
+    want[[0, 2], [5, 69]] += at_target[[0, 2]]
+    got = head_kernels.gradient(logits.clone(), row, None, 1.0, False, highest, total, upstream, at_target, logits)
+    assert got is logits
+    torch.testing.assert_close(got, want)
 
 
 @runs_kernels

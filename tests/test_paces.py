@@ -23,7 +23,7 @@ LAYOUT += ["rollout.max_num_seqs=32"]  # so that responses begin and end at diff
 LAYOUT += ["rollout.max_response_tokens=40"]  # of two turns
 TRIES = ["environment.name=second_try", "environment.max_turns=2"]
 LARGE = ["rollout.prompts_per_step=32", "rollout.samples_per_prompt=8"]  # more than is sampled while a step trains
-TIMES = ("time/", "memory/", "rollout/tokens_per_s", "sync/seconds")
+TIMES = ("time/", "memory/", "rollout/tokens_per_s", "optim/tflops", "sync/seconds")
 
 
 @pytest.fixture(scope="module")

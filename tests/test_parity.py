@@ -74,14 +74,14 @@ def pairs() -> dict[str, Pair]:
 
 
 def softcap_of_x(model: Any) -> AbstractContextManager:
-    true = logprobs._Workspace.logits
+    true = logprobs._Plain._logits
 
-    def logits(self: Any, hidden: Tensor, head: Tensor, options: Any, keep_tanh: bool) -> Any:
-        capped, *buffers = true(self, hidden, head, options, keep_tanh)
+    def logits(self: Any, hidden: Tensor, head: Tensor, keep_tanh: bool) -> Any:
+        capped, *buffers = true(self, hidden, head, keep_tanh)
         z = hidden @ head.T
-        return capped.copy_(z * torch.tanh(z / options.softcap)), *buffers
+        return capped.copy_(z * torch.tanh(z / self.softcap)), *buffers
 
-    return replaced(logprobs._Workspace, "logits", logits)
+    return replaced(logprobs._Plain, "_logits", logits)
 
 
 def ssmax_from_zero(model: Any) -> AbstractContextManager:
@@ -246,4 +246,4 @@ def test_a_probe_leaves_nothing_behind(pairs: dict[str, Pair]) -> None:
     before, settings = state(), pairs["fp32"].trainer.settings
     pairs["fp32"].compare()
     assert state() == before and pairs["fp32"].trainer.settings is settings
-    assert logprobs._Workspace.logits.__name__ == "logits" and attention.SdpaCore.forward.__name__ == "forward"
+    assert logprobs._softmax.__name__ == "_softmax" and attention.SdpaCore.forward.__name__ == "forward"

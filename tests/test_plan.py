@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.cli import app
 from beam_rl.errors import InputError
+from beam_rl.model_config import full_config
 from beam_rl.plan.case import Case, case_of
-from beam_rl.plan.description import describe_folder
 from beam_rl.plan.hardware import TABLE, find
 from beam_rl.plan.plan import Plan, make_plan
 from beam_rl.plan.simulate import Pieces, draw_lengths, in_turn, lengths_of_run, one_step_off, simulate
 from beam_rl.plan.suggest import suggest
-from beam_rl.plan.tensors import stored_tensors
+from beam_rl.plan.tensors import beam_tensors, stored_tensors
 from beam_rl.plan.times import Shares, shares_from, sync_size
 from beam_rl.plan.work import update_flops, work_of
 from beam_rl.recipe.load import load, parse
@@ -219,12 +219,12 @@ def test_machines_of_a_file_extend_and_change_the_table(tmp_path: Path) -> None:
 
 
 def test_what_an_update_multiplies_is_told_by_the_checkpoints_headers(tiny_folder: Path) -> None:
-    tiny = describe_folder(tiny_folder, "")
-    work = work_of(tiny.config, stored_tensors(tiny_folder))
-    assert work == work_of(tiny.config, tiny.tensors)
+    config = full_config(tiny_folder)
+    work = work_of(config, stored_tensors(tiny_folder, config))
+    assert work == work_of(config, beam_tensors(config))
     # A token meets 301,326 parameters, the embedding's 64 · 64 among them, and 64 biases; 2 heads of 32, a window of 8.
-    kinds = tiny.config["layer_types"]
-    seen = 4 * 64 * (kinds.count("full_attention") * 10 / 2 + kinds.count("sliding_attention") * min(8, 10 / 2))
-    forward = 10 * (2 * (301_326 - 64 * 64 + 64) + seen)
-    assert update_flops(work, [10, 10], adapter=False) == 3 * 2 * forward
-    assert update_flops(work, [10, 10], adapter=True) == 2 * 2 * forward
+    seen = {"full_attention": 10 / 2, "sliding_attention": 8 - 8**2 / 20}  # of 10 tokens, on average
+    attention = 4 * 64 * sum(seen[kind] for kind in config["layer_types"])
+    products = 2 * (301_326 - 64 * 64 + 64)
+    assert update_flops(work, [10, 10], adapter=False) == pytest.approx(20 * 3 * (products + attention))
+    assert update_flops(work, [10, 10], adapter=True) == pytest.approx(20 * (2 * products + 3 * attention))

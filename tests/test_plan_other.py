@@ -20,11 +20,11 @@ from beam_rl.model_config import full_config
 from beam_rl.plan import activations, command, gpu, model_shapes
 from beam_rl.plan.case import Case, case_of
 from beam_rl.plan.description import describe
-from beam_rl.plan.model_shapes import NotCounted
 from beam_rl.plan.other_activations import other_parts
 from beam_rl.plan.plan import make_plan
 from beam_rl.plan.simulate import draw_lengths, simulate
 from beam_rl.plan.suggest import suggest
+from beam_rl.plan.tensors import NotCounted
 from beam_rl.plan.times import Shares, sync_size
 from beam_rl.recipe.load import load
 from beam_rl.recipe.tree import Recipe

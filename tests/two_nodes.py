@@ -4,10 +4,12 @@ The nodes are two raylets on two addresses of this machine's loopback, with 3 an
 Ray reads some of its environment when it is imported, and a process is in one Ray only.
 """
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,16 @@ RUNS = {
     "again": ["cluster.placement=disaggregated", "trainer.parallel.dp=4", "rollout.parallel.tp=3"],
     "too_much": ["cluster.placement=disaggregated", "trainer.parallel.dp=7"],
 }
+
+
+@contextlib.contextmanager
+def ray_folder() -> Iterator[str]:
+    """For a cluster of the test's own. What Ray's Cluster notes in the default place lies there, too: on a machine that has
+    not seen Ray before the default folder is missing."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as temp:
+        Path(temp, "ray").mkdir()
+        os.environ["RAY_TMPDIR"] = temp
+        yield temp
 
 
 def address(seat: Seat) -> str:
@@ -55,7 +67,7 @@ def seats(overrides: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+    with ray_folder() as folder:
         head = {"num_cpus": 3, "node_ip_address": "127.0.0.1", "temp_dir": folder, **SMALL_NODE}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:

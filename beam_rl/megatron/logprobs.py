@@ -268,7 +268,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if for_head and grad_head is None:
             grad_head = torch.zeros_like(head, dtype=_wide(head.dtype))
         row, owned = options.local(targets, head)
-        upstream = grad_logp if options.temperature == 1 else grad_logp / options.temperature
+        upstream = (grad_logp if options.temperature == 1 else grad_logp / options.temperature).contiguous()
         at_target = upstream.where(owned, 0)
         sums = []
         softmax = _softmax(hidden, head, options)

@@ -207,15 +207,24 @@ def _router_observed(router: Any, recorder: Recorder, layer: int, tokens: Gather
 
 @contextmanager
 def _logits_observed(recorder: Recorder, vocabulary: int) -> Iterator[None]:
-    """Of a part of the vocabulary, or of all of it on every tensor-parallel rank; in plain torch, where they exist."""
-    plain: Any = logprobs._Plain
-    compute = plain._logits
+    """Of a part of the vocabulary, or of all of it on every tensor-parallel rank.
 
-    def recording(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        logits, *buffers = compute(self, *args, **kwargs)
-        whole = logits.shape[-1] == vocabulary
-        recorder.add(None, "logits", gather_context(logits) if whole else gather_last(logits))
-        return logits, *buffers
+    Kernels never have the logits as the softmax sees them: they are computed beside, in plain torch.
+    """
+    make: Any = logprobs._softmax
 
-    with replaced(logprobs, "_softmax", plain), replaced(plain, "_logits", recording):
+    def observed(hidden: Tensor, head: Tensor, options: Any) -> Any:
+        softmax, plain = make(hidden, head, options), logprobs._Plain(hidden, head, options)
+        sums = softmax.sums
+
+        def recording(hidden: Tensor, head: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+            logits = plain._logits(hidden, head, keep_tanh=False)[0]
+            whole = logits.shape[-1] == vocabulary
+            recorder.add(None, "logits", gather_context(logits) if whole else gather_last(logits))
+            return sums(hidden, head, row)
+
+        softmax.sums = recording
+        return softmax
+
+    with replaced(logprobs, "_softmax", observed):
         yield

@@ -18,7 +18,8 @@ from beam_rl.plan.description import Description, describe
 from beam_rl.plan.engine_memory import EngineShape, engine_shape, in_another_form
 from beam_rl.plan.hardware import Hardware, find, read_table
 from beam_rl.plan.memory import SIZE, OptimizerKind, Replicas
-from beam_rl.plan.model_shapes import Counted, NotCounted, RankShape, rank_shapes
+from beam_rl.plan.model_shapes import Counted, RankShape, rank_shapes
+from beam_rl.plan.tensors import NotCounted
 from beam_rl.plan.work import Work, work_of
 from beam_rl.recipe.tree import Recipe
 

@@ -83,12 +83,12 @@ def show_for(recipe: "Recipe") -> None:
 
 def refuse_if_too_large(recipe: "Recipe") -> None:
     """InputError, one line, if the run can't fit the machines of `cluster.gpu`, or this machine where it has no GPU."""
-    if recipe.cluster.gpu is None and not _may_be_too_large(recipe):
-        return
-    from beam_rl.plan.model_shapes import NotCounted
     from beam_rl.plan.plan import make_plan
+    from beam_rl.plan.tensors import NotCounted
 
     try:
+        if recipe.cluster.gpu is None and not _may_be_too_large(recipe):
+            return
         plan = make_plan(recipe)
     except NotCounted:
         return

@@ -13,7 +13,7 @@ from typing import Any
 from beam_rl.errors import InputError
 from beam_rl.inputs import check_config
 from beam_rl.model_config import is_beam, named_as_beams
-from beam_rl.plan.tensors import Stored, beam_tensors, other_tensors
+from beam_rl.plan.tensors import NotCounted, Stored, beam_tensors, other_tensors
 from beam_rl.recipe.tree import Recipe
 
 BEAM_501B = "reflection/Beam-1.0-501B-A23B"
@@ -29,7 +29,13 @@ class Description:
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         """The checkpoint's, by their names."""
-        return beam_tensors(self.config) if self.folder is None else other_tensors(self.folder)
+        if self.folder is None:
+            return beam_tensors(self.config)
+        try:
+            return other_tensors(self.folder)
+        except Exception as error:  # whatever the model's own class raises without memory
+            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            raise NotCounted(f"{self.source}: can't be built without memory, so it has no plan ({reason[0]})") from None
 
 
 def describe(recipe: Recipe) -> Description:
@@ -42,7 +48,7 @@ def describe(recipe: Recipe) -> Description:
 
         return Description(_plain(tiny_config(SIZES[name])), f"the {name} Beam")
     if Path(name).is_dir():
-        return describe_folder(Path(name).resolve(), str(Path(name).resolve() / "config.json"))
+        return _of_folder(Path(name).resolve(), str(Path(name).resolve() / "config.json"))
     if os.sep in name and (name.startswith((".", os.sep)) or name.count("/") > 1):
         raise InputError(f"model.path = {name}: no such folder")
     return _from_hub(name, recipe.model.revision)
@@ -61,10 +67,10 @@ def _from_hub(name: str, revision: str | None) -> Description:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"model.path = {name}: neither a folder nor a model the hub can give ({reason})") from None
-    return describe_folder(file.parent, f"{name}, config.json of the hub")
+    return _of_folder(file.parent, f"{name}, config.json of the hub")
 
 
-def describe_folder(folder: Path, source: str) -> Description:
+def _of_folder(folder: Path, source: str) -> Description:
     config = check_config(folder)
     return Description(config, source) if is_beam(config) else Description(named_as_beams(config), source, folder)
 

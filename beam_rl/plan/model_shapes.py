@@ -21,6 +21,7 @@ from beam_rl.checkpoint_shapes import weight_files
 from beam_rl.errors import InputError
 from beam_rl.layout import place_of
 from beam_rl.lora import Adapter
+from beam_rl.plan.tensors import NotCounted
 from beam_rl.recipe.tree import Parallel
 
 if TYPE_CHECKING:
@@ -74,10 +75,6 @@ class Counted:
 
 class Unbuildable(InputError):
     """The trainer would refuse the model, too."""
-
-
-class NotCounted(InputError):
-    """A model that can be trained and has layers that a plan can't count."""
 
 
 def rank_shapes(model: Counted, parallel: Parallel) -> list[RankShape]:
@@ -139,15 +136,18 @@ def _ask(model: Counted, layouts: Sequence[Parallel]) -> dict[str, Any]:
 @lru_cache(8)  # a run asks whether its model can be built, and the plan how large it is
 def _answer(order: str) -> str:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "beam_rl.plan.model_shapes"],
-        input=order,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=BUILD_LIMIT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "beam_rl.plan.model_shapes"],
+            input=order,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=BUILD_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"building the model without memory took longer than {BUILD_LIMIT_S:g} s") from None
     if done.returncode:
         raise RuntimeError(f"the model could not be built without memory: {done.stderr[-2000:]}")
     return done.stdout.splitlines()[-1]

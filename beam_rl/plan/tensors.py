@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beam_rl.checkpoint_shapes import Shape, checkpoint_shapes, is_fp32
+from beam_rl.checkpoint_shapes import Shape, checkpoint_shapes, is_fp32, stored_shapes
+from beam_rl.errors import InputError
 
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # in memory → on disk
+
+
+class NotCounted(InputError):
+    """A model that can be trained and has layers that a plan can't count."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +52,10 @@ def other_tensors(folder: Path) -> dict[str, Stored]:
     }
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Of the checkpoint in that folder, by its files' headers."""
-    from safetensors import safe_open
-
-    found: dict[str, Stored] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            found |= {name: Stored(tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()}  # noqa: SIM118
-    return found
+def stored_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, Stored]:
+    """Of the checkpoint in that folder, by its files' headers; experts that lie there fused are told apart."""
+    held = stored_shapes(folder, config).items()
+    return {name: Stored(shape) for fused, whole in held for name, shape in _on_disk(fused, whole)}
 
 
 def _on_disk(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:

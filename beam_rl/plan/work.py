@@ -37,11 +37,21 @@ def work_of(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Work:
 
 
 def forward_flops(work: Work, tokens: float, mean_length: float) -> float:
-    """Multiplications and additions counted one by one; windowed layers see their window, others half of the sample."""
-    seen = work.attention * mean_length / 2 + work.windowed * min(work.window, mean_length / 2)
-    return tokens * (2 * work.active + seen)
+    """Multiplications and additions counted one by one, of samples that are all of this length."""
+    return tokens * (2 * work.active + _attention_flops(work, mean_length))
 
 
 def update_flops(work: Work, lengths: Iterable[int], adapter: bool) -> float:
-    """Of the forward and backward passes over samples of so many tokens; a frozen weight has no gradient of its own."""
-    return (2 if adapter else 3) * sum(forward_flops(work, length, length) for length in lengths)
+    """Of the forward and backward passes over samples of so many tokens.
+
+    A frozen weight has no gradient of its own; attention has no weights.
+    """
+    passes = 2 if adapter else 3
+    return sum(length * (passes * 2 * work.active + 3 * _attention_flops(work, length)) for length in lengths)
+
+
+def _attention_flops(work: Work, length: float) -> float:
+    """Of a token on average: causal, windowed layers see their window."""
+    window = min(work.window, length)
+    seen = window - window**2 / (2 * length) if length else 0.0
+    return work.attention * length / 2 + work.windowed * seen

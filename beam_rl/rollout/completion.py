@@ -52,6 +52,14 @@ def sampling_params(request: Request, stop_token_ids: Sequence[int]) -> Any:
     )
 
 
+def text_of_last(tokenizer: Any, token_ids: Sequence[int], count: int) -> str:
+    """What the last `count` tokens add to the text of those before, without a character of which more bytes are to come."""
+    before, whole = (
+        tokenizer.decode(ids, skip_special_tokens=False) for ids in (list(token_ids)[:-count], list(token_ids))
+    )
+    return str(whole[len(before) :]).rstrip("\ufffd")
+
+
 def make_completion(
     request: Request, output: Any, routes: Routes | None, version: int, routing_replay: bool
 ) -> Completion:

@@ -21,7 +21,14 @@ from beam_rl.errors import InputError
 from beam_rl.model_config import experts_of, layer_kinds
 from beam_rl.parity.record import Records
 from beam_rl.rollout import process
-from beam_rl.rollout.completion import check_fits, make_completion, routes_of_tokens, sampling_params, stop_ids
+from beam_rl.rollout.completion import (
+    check_fits,
+    make_completion,
+    routes_of_tokens,
+    sampling_params,
+    stop_ids,
+    text_of_last,
+)
 from beam_rl.rollout.launch import EngineSettings, launch, set_environment
 from beam_rl.rollout.routes import Routes, route_dtype
 from beam_rl.rollout.sync.place import Place
@@ -442,7 +449,7 @@ class Engine:
             request.id, tokens_input(request.prompt_ids), params, lora_request=self._served_adapter()
         )
         if request.stop_strings and request.begun:
-            begun = self.llm.get_tokenizer().decode(request.prompt_ids[-request.begun :], skip_special_tokens=False)
+            begun = text_of_last(self.llm.get_tokenizer(), request.prompt_ids, request.begun)
             compat.begin_text(self.llm, collector.request_id, begun)
         return collector
 

@@ -106,7 +106,7 @@ TINY = Size(
 
 TO_TARGET = Schedule(
     steps=1200,
-    batch=128,  # 32,000 tokens with padding: some 60 GB of activations
+    batch=128,  # up to 23,700 tokens with padding: some 45 GB of activations
     lr=1e-3,
     warmup_steps=100,
     final_lr_share=0.1,
@@ -117,7 +117,7 @@ TO_TARGET = Schedule(
 
 # The 501B model's layer pattern (three dense, each sixth full and the last), its choice of 8 experts from 4 of 8 groups, its
 # head size and its ratios of MLP widths to the hidden size, at 12 of its 52 layers. The window is a quarter of its, so that
-# samples of up to 250 tokens leave it.
+# samples of up to 185 tokens leave it.
 SMALL = Size(
     name="small",
     task=chains,

@@ -24,6 +24,7 @@ except ModuleNotFoundError:  # a torch for CPUs alone comes without it; nothing 
     tl = SimpleNamespace(constexpr=lambda value: value)
 
 SUM_ROWS, SUM_COLUMNS = 128, 16  # that a program adds at a time
+OTHER_SHARED_BYTES = 24 * 2**10  # of a program's shared memory, for what is not on its way
 DTYPES = (torch.bfloat16, torch.float32)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -66,6 +67,15 @@ def covers(*tensors: Tensor) -> bool:
     """Whether the kernels are for these: on a GPU, in one dtype that they know."""
     dtype = tensors[0].dtype
     return dtype in DTYPES and all(x.is_cuda and x.dtype == dtype for x in tensors)
+
+
+def stages(x: Tensor, row_bytes: int, wanted: int) -> int:
+    """How many rows of so many bytes may be on their way to a program at a time, `wanted` at most: there is room for."""
+    if x.device.type != "cuda":
+        return wanted  # in Triton's interpreter, which has no such memory
+    device = torch.cuda.get_device_properties(x.device)
+    room: int = getattr(device, "shared_memory_per_block_optin", device.shared_memory_per_block)
+    return max(1, min(wanted, (room - OTHER_SHARED_BYTES) // row_bytes))
 
 
 def at_one_time(x: Tensor, warps: int, warps_per_sm: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from beam_rl.megatron.kernels import at_one_time, covers, rounded, store_rounded, summed, tl, triton
+from beam_rl.megatron.kernels import at_one_time, covers, rounded, stages, store_rounded, summed, tl, triton
 
 MAX_WIDTH = 8192
 
@@ -38,7 +38,6 @@ class Launch(NamedTuple):
 # Without and with a second norm: the fastest of some fifty on an H200 at a width of 5120 (benchmarks/boundary_h200.json).
 FORWARD = {False: Launch(8, 256), True: Launch(8, 256)}
 BACKWARD = {False: Launch(8, 256, 168, 12), True: Launch(8, 256, None, 8, stages=2)}
-STAGED_BYTES = 200 * 2**10  # the room for rows on their way
 
 
 @triton.jit
@@ -216,7 +215,7 @@ class Fused(torch.autograd.Function):
             _backward_kernel[(programs,)](
                 x, weight, h, next_weight, factors, d_out, d_normed, dx, d_residual, partial, rows, *ctx.scales,
                 **ctx.kinds, WEIGHTS=partial is not None, **tiles,
-                STAGES=max(1, min(launch.stages, STAGED_BYTES // read)),
+                STAGES=stages(x, read, launch.stages),
             )  # fmt: skip
         sums = None if partial is None else summed(partial, weight.dtype)
         d_weight = sums[0] if sums is not None and needs_weight else None
