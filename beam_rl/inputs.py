@@ -45,7 +45,7 @@ class Inputs:
     notes: list[str]  # what became of the data sets' rows
     decode: Callable[[Sequence[int]], str]  # token ids → text without special tokens
     frame: Frame | None  # what the chat template puts around an environment's answers
-    work: Work  # of a token in the model
+    work: Work | None  # of a token in the model; None where nobody trains it
 
 
 def prepare(recipe: Recipe, display: Display, trains: bool = True) -> Inputs:
@@ -96,8 +96,12 @@ def prepare(recipe: Recipe, display: Display, trains: bool = True) -> Inputs:
         notes=notes,
         decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
         frame=find_frame(tokenizer, recipe.environment.role, stop_ids(str(path))) if recipe.environment else None,
-        work=work_of(config if is_beam(config) else named_as_beams(config), stored_tensors(path, config)),
+        work=_work(path, config) if trains else None,
     )
+
+
+def _work(path: Path, config: dict[str, Any]) -> Work:
+    return work_of(config if is_beam(config) else named_as_beams(config), stored_tensors(path, config))
 
 
 def find_model(recipe: Recipe, display: Display) -> Path:

@@ -269,6 +269,7 @@ class Loop:
 
     def update_flops(self, batch: StepBatch) -> float:
         """A rank's part of what the model has to multiply and add for the updates of a batch, nothing counted twice."""
+        assert self.inputs.work is not None  # of a model that is trained it is known
         lengths = (sample.model_tokens for part in batch.mini_batches for sample in part)
         whole = update_flops(self.inputs.work, lengths, adapter=self.recipe.model.lora is not None)
         return whole / self.recipe.trainer.parallel.ranks
