@@ -7,14 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from test_cli import refused
 from typer.testing import CliRunner
 
 from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.cli import app
 from beam_rl.errors import InputError
+from beam_rl.megatron.logprobs import workspace_bytes
 from beam_rl.model_config import full_config
 from beam_rl.plan.case import Case, case_of
+from beam_rl.plan.gpu import logit_bytes
 from beam_rl.plan.hardware import TABLE, find
 from beam_rl.plan.plan import Plan, make_plan
 from beam_rl.plan.simulate import Pieces, draw_lengths, in_turn, lengths_of_run, one_step_off, simulate
@@ -228,3 +231,14 @@ def test_what_an_update_multiplies_is_told_by_the_checkpoints_headers(tiny_folde
     products = 2 * (301_326 - 64 * 64 + 64)
     assert update_flops(work, [10, 10], adapter=False) == pytest.approx(20 * 3 * (products + attention))
     assert update_flops(work, [10, 10], adapter=True) == pytest.approx(20 * (2 * products + 3 * attention))
+
+
+@pytest.mark.parametrize("numerics", ["engine", "fp32_head"])
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_logit_takes_as_much_as_the_head_says(precision: str, where: str, numerics: str) -> None:
+    gpu = ["cluster.gpu=H200"] if where == "cuda" else []
+    case = case_of(recipe("tiny_cpu", f"trainer.precision={precision}", f"trainer.numerics={numerics}", *gpu))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert case.on_gpus == (where == "cuda")
+    assert logit_bytes(case) == workspace_bytes(dtype, torch.device(where), numerics)
