@@ -138,24 +138,23 @@ def _disk() -> Iterator[Check]:
 
 def _limits(recipe: Recipe) -> Iterator[Check]:
     """What a run has at once; without environments' processes it can start, and their responses fail one by one."""
-    needs, room, files = needs_of(recipe), process_room(), file_limit()
-    of_episodes = f", {needs.episodes} of them environments" if needs.episodes else ""
-    fewer = ", or fewer rollout.prompts_per_step · samples_per_prompt" if needs.episodes else ""
-    for name, needed, least, there, which in (
-        ("processes", needs.processes, needs.threads, *(room or (None, ""))),
-        ("open files", needs.files, FILES, files, "ulimit -Hn"),
-    ):
-        may = (
-            "any number"
-            if there is None
-            else f"{there} more ({which})"
-            if name == "processes"
-            else f"{there} ({which})"
-        )
-        enough = there is None or there >= needed
-        status: Status = "ok" if enough else "warn" if there is not None and there >= least else "fail"
-        found = f"up to {needed}{of_episodes}; there may be {may}"
-        yield Check(name, status, found, "" if enough else f"raise {which}{fewer}")
+    needs, files = needs_of(recipe), file_limit()
+    yield _limit("processes", needs.processes, needs.threads, process_room(), " more", needs.episodes)
+    limit = None if files is None else (files, "ulimit -Hn")
+    yield _limit("open files", needs.files, FILES, limit, "", needs.episodes)
+
+
+def _limit(name: str, needed: int, least: int, limit: tuple[int, str] | None, more: str, episodes: int) -> Check:
+    """needed, least: with the environments of so many episodes, and without; limit: None, or how many, and what says so."""
+    found = f"up to {needed}{f', {episodes} of them environments' if episodes else ''}; there may be "
+    if limit is None:
+        return Check(name, "ok", found + "any number", "")
+    there, which = limit
+    found += f"{there}{more} ({which})"
+    if there >= needed:
+        return Check(name, "ok", found, "")
+    fewer = ", or fewer rollout.prompts_per_step · samples_per_prompt" if episodes else ""
+    return Check(name, "warn" if there >= least else "fail", found, f"raise {which}{fewer}")
 
 
 def _model(recipe: Recipe) -> Iterator[Check]:

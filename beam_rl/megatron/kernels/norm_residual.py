@@ -35,7 +35,8 @@ class Launch(NamedTuple):
         return parts | {"num_warps": warps, "maxnreg": self.registers}
 
 
-# Without and with a second norm: the fastest of some fifty on an H200 at a width of 5120 (benchmarks/boundary_h200.json).
+# Without and with a second norm. Backward the fastest of some forty on an H200 at a width of 5120 that suit both kernels
+# without one (benchmarks/boundary_h200.json); forward the fewest instructions a value.
 FORWARD = {False: Launch(8, 256), True: Launch(8, 256)}
 BACKWARD = {False: Launch(8, 256, 168, 12), True: Launch(8, 256, None, 8, stages=2)}
 
