@@ -38,8 +38,7 @@ class Command(typer.core.TyperCommand):
             if isinstance(cause, InputError):
                 leave(2, str(cause))
             if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-                what = cause.filename or "the run"
-                leave(1, f"no space left on the disk while writing {what}; the last complete checkpoint is kept")
+                leave(1, f"no space left on the disk while writing {cause.filename or 'a file'}")
             where = getattr(error, "__notes__", [])  # a run's log.txt has the traceback already
             if not where:
                 typer.echo(hide("".join(traceback.format_exception(error))), err=True)

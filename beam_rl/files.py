@@ -1,11 +1,15 @@
-"""Folders that are complete or absent, folders for one owner, and what is on the disk for certain."""
+"""Folders that are complete or absent, folders for one owner, what is on the disk for certain, and what it refused."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+DISK_FULL = "the disk is full"
+REFUSED = (errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
 
 
 @contextlib.contextmanager
@@ -36,6 +40,26 @@ def sync_path(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def full(error: BaseException) -> bool:
+    """Whether the system has refused a write for want of room."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_error(error: BaseException | None) -> str | None:
+    """What the disk refused, also where a library has wrapped the system's error; None for any other failure."""
+    while error is not None:
+        text = str(error)
+        number = error.errno if isinstance(error, OSError) else None
+        if full(error) or "No space left on device" in text:
+            return DISK_FULL
+        if number in REFUSED:
+            return os.strerror(number).lower()
+        if "inline_container.cc" in text or "PytorchStreamWriter failed" in text:
+            return "PyTorch couldn't write a file, as on a full disk"  # torch.save drops the system's error number
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
 
 
 def _umask() -> int:

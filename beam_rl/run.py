@@ -8,7 +8,7 @@ complete checkpoint with the metrics up to it. Knows nothing about what a checkp
 folder.
 """
 
-import errno
+import contextlib
 import fcntl
 import json
 import logging
@@ -26,7 +26,7 @@ import yaml
 
 from beam_rl.credentials import hide
 from beam_rl.errors import InputError
-from beam_rl.files import sync_path
+from beam_rl.files import DISK_FULL, disk_error, full, sync_path
 
 LOGGER = logging.getLogger("beam_rl")
 
@@ -76,6 +76,13 @@ class Checkpoint:
     state: Json  # what the caller handed over beside the files
 
 
+class _LogFile(logging.FileHandler):
+    """log.txt. What a full disk does not take is lost without a word: the writes that count tell of it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 class _Formatter(logging.Formatter):
     """Without the keys and tokens that an error of some library may quote."""
 
@@ -98,7 +105,7 @@ class Run:
         # Of a run that was interrupted after an update, the checkpoint's own step has not been reported yet.
         self.last_step = max((line["step"] for line in read_metrics(folder)), default=-1)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+        self._handler = _LogFile(folder / "log.txt", encoding="utf-8")
         self._handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         LOGGER.addHandler(self._handler)
         if LOGGER.level == logging.NOTSET:
@@ -141,7 +148,11 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Closes the folder; what ended the run goes to log.txt first."""
+        """Closes the folder; what ended the run goes to log.txt first.
+
+        Raises:
+            SaveError: what ended the run is a full disk, met in no matter which write.
+        """
         if isinstance(error, KeyboardInterrupt):
             LOGGER.warning("interrupted")
         elif isinstance(error, InputError):
@@ -150,14 +161,17 @@ class Run:
             LOGGER.error("ended", exc_info=error)
             error.add_note(f"(traceback in {self.folder / 'log.txt'})")
         self.close()
+        if isinstance(error, OSError) and full(error):
+            raise SaveError(f"can't write {error.filename or self.folder}: {DISK_FULL}; {self._kept()}") from error
 
     def close(self) -> None:
         """Lets go of the folder. A second call does nothing."""
         if self._lock < 0:
             return
         LOGGER.removeHandler(self._handler)
-        self._handler.close()
-        self._metrics.close()
+        for file in (self._handler, self._metrics):
+            with contextlib.suppress(OSError):  # a full disk refuses what is still to be written once more
+                file.close()
         os.close(self._lock)
         self._lock = -1
 
@@ -247,12 +261,14 @@ class Run:
         try:
             write_folder(target, write)
         except Exception as error:
-            reason = _disk_error(error)
+            reason = disk_error(error)
             if reason is None:
                 raise
-            last = self.latest()
-            kept = f"the last complete checkpoint is {last.path}" if last else "there is no complete checkpoint yet"
-            raise SaveError(f"can't write {target}: {reason}; {kept}") from error
+            raise SaveError(f"can't write {target}: {reason}; {self._kept()}") from error
+
+    def _kept(self) -> str:
+        last = self.latest()
+        return f"the last complete checkpoint is {last.path}" if last else "there is no complete checkpoint yet"
 
     def _prune(self) -> None:
         settings = self.recipe["checkpoint"]
@@ -554,25 +570,3 @@ def _sync_tree(folder: Path) -> None:
         sync_path(path)
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
         sync_path(path)
-
-
-def _disk_error(error: BaseException | None) -> str | None:
-    """What the disk refused, also where a library has wrapped the system's error; None for any other failure."""
-    while error is not None:
-        text = str(error)
-        number = error.errno if isinstance(error, OSError) else None
-        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text:
-            return "the disk is full"
-        if number in (
-            errno.EFBIG,
-            errno.EIO,
-            errno.EROFS,
-            errno.EACCES,
-            errno.EPERM,
-            errno.ESTALE,
-        ):
-            return os.strerror(number).lower()
-        if "inline_container.cc" in text or "PytorchStreamWriter failed" in text:
-            return "PyTorch couldn't write a file, as on a full disk"  # torch.save drops the system's error number
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return None

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -382,6 +383,32 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(small_disk: Path,
         assert os.listdir(folder / "checkpoints") == ["step_1"]
         save(run, 3)  # there is room again: the half-written files are gone
         assert steps(folder) == [1, 3]
+
+
+REPORTS = {
+    "samples": lambda run: run.log_samples(1, [{"text": "x" * 2_000_000}]),
+    "metrics": lambda run: [run.log_metrics(step, {"loss" * 1000: 0.5}) for step in range(2, 1000)],
+    "an evaluation": lambda run: run.log_evaluation(1, [{"text": "x" * 1000 * lines} for lines in range(100)]),
+}
+
+
+@pytest.mark.parametrize("kind", REPORTS)
+def test_a_disk_filled_by_anything_else_says_what_is_kept_too(
+    small_disk: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever write meets the full disk first; what log.txt can't hold any more is not told on the screen."""
+    folder = small_disk / f"{kind} of a run"
+    with pytest.raises(SaveError) as caught, Run.open(folder, RECIPE) as run:
+        save(run, 1)
+        try:
+            REPORTS[kind](run)
+        finally:
+            logging.getLogger("beam_rl.anything").warning("step 1 was slow: %s", "x" * 2_000_000)
+    kept = folder / "checkpoints" / "step_1"
+    assert str(caught.value) == f"can't write {folder}: the disk is full; the last complete checkpoint is {kept}"
+    assert "Logging error" not in capfd.readouterr().err
+    assert steps(folder) == [1]
+    shutil.rmtree(folder)
 
 
 REFUSED = """
