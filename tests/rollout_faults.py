@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from beam_rl.rollout import compat
+from beam_rl.rollout.expert_stacks import ExpertStacks
 
 
 def reload_leaves_experts_unpacked() -> bool:
@@ -109,6 +110,45 @@ def half_a_reload_counts_with_the_next() -> bool:
     return not get_layerwise_info(layer).can_load()
 
 
+def a_reload_runs_each_loader_twice() -> bool:
+    """True if vLLM loads every tensor of a reload once more, only to count what it is."""
+    layer, calls = torch.nn.Module(), []
+    layer.only = torch.nn.Parameter(torch.zeros(4))
+
+    def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        calls.append(param)
+        param.data.copy_(loaded_weight)
+
+    layer.only.weight_loader = load
+    record_metadata_for_reloading(layer)
+    initialize_layerwise_reload(layer)
+    layer.only.weight_loader(layer.only, torch.ones(4))
+    assert layer.only.eq(1).all()
+    return len(calls) == 2
+
+
+def stacked_experts_are_those_loaded_one_by_one() -> bool:
+    """True if vLLM's loader takes a stack of experts for what they are one by one, and nothing is left to load so."""
+    torch.manual_seed(0)
+    shapes = {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}
+    weights = [(f"{e}.{name}.weight", torch.randn(shape)) for e in range(4) for name, shape in shapes.items()]
+    by_one, stacked = torch.nn.Module(), torch.nn.Module()
+    for i, model in enumerate((by_one, stacked)):
+        model.experts = FusedMoEFactory(
+            num_experts=4,
+            top_k=2,
+            hidden_size=64,
+            intermediate_size=32,
+            params_dtype=torch.float32,
+            prefix=f"{i}.experts",
+        )
+    assert list(by_one.experts.load_weights(weights))
+    stacks = ExpertStacks(torch.nn.ModuleDict({"mlp": stacked}))
+    left = list(stacks.others((f"mlp.experts.{name}", weight) for name, weight in weights))
+    wanted, found = (dict(m.experts.routed_experts.named_parameters()) for m in (by_one, stacked))
+    return not left and not stacks.coming and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def mxfp8_layers_get_new_locks_with_new_weights() -> bool:
     """True if a kernel forgets, when weights are loaded again, the locks that a CUDA graph was captured with."""
     from vllm.model_executor.kernels.linear.mxfp8 import humming
@@ -161,6 +201,8 @@ if __name__ == "__main__":
             allowed_rank_is_the_least_that_fits,
             adapters_choose_a_gpu_kernel_for_experts,
             half_a_reload_counts_with_the_next,
+            a_reload_runs_each_loader_twice,
+            stacked_experts_are_those_loaded_one_by_one,
             mxfp8_layers_get_new_locks_with_new_weights,
             drafted_tokens_lose_their_temperature,
         ]

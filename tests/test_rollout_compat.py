@@ -60,6 +60,15 @@ def test_weights_of_an_update_that_ended_half_way_still_count_in_the_next(faults
     assert faults["half_a_reload_counts_with_the_next"]
 
 
+def test_a_reload_still_loads_each_tensor_twice(faults: dict[str, bool]) -> None:
+    """When this fails, `beam_rl.rollout.expert_stacks` may have lost its reason: time a sync without it."""
+    assert faults["a_reload_runs_each_loader_twice"]
+
+
+def test_a_stack_of_experts_is_loaded_as_they_are_one_by_one(faults: dict[str, bool]) -> None:
+    assert faults["stacked_experts_are_those_loaded_one_by_one"]
+
+
 def test_mxfp8_layers_still_get_new_locks_with_new_weights(faults: dict[str, bool]) -> None:
     """When this fails, `compat.keep_mxfp8_kernels` can go."""
     assert faults["mxfp8_layers_get_new_locks_with_new_weights"]

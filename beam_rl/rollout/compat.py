@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -320,6 +320,48 @@ class SlotView:
 
     def has_request(self, request_id: str) -> bool:
         return request_id in self.runner.requests
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A module that holds a layer's experts. `local`: the numbers of those it holds, in their order there."""
+
+    module: nn.Module
+    local: tuple[int, ...]
+
+    def parameter(self, name: str) -> Tensor | None:
+        """Such as w13_weight: the first dimension is of experts."""
+        return getattr(self.module, name, None)
+
+    def load(self, name: str, shard: str, stacked: Tensor) -> None:
+        """Loads (local experts, outputs, inputs), not yet cut for tensor parallelism, into a part of the parameter.
+
+        shard: w1 (gate), w2 (down) or w3 (up).
+        """
+        parameter: Any = self.parameter(name)
+        parameter.weight_loader(
+            param=parameter,
+            loaded_weight=stacked,
+            weight_name=f"experts.{name}",
+            shard_id=shard,
+            expert_id=self.local[0],  # any that is here: with three dimensions all are meant
+            return_success=True,
+        )
+
+
+def expert_layers(model: nn.Module) -> dict[str, ExpertLayer]:
+    """By the checkpoint's name of the experts (…layers.3.mlp.experts); without layers that hold an expert twice."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts) and module.moe_config.num_experts == module.moe_config.num_logical_experts:
+            experts = range(module.moe_config.num_experts)
+            places = {module._map_global_expert_id_to_local_expert_id(expert): expert for expert in experts}
+            local = tuple(places[place] for place in sorted(places) if place >= 0)
+            if local:
+                found[name.removesuffix(".routed_experts")] = ExpertLayer(module, local)
+    return found
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from beam_rl.checkpoint_shapes import checkpoint_shapes, stored_names
 from beam_rl.model_config import is_beam
+from beam_rl.rollout.expert_stacks import ExpertStacks
 from beam_rl.rollout.mxfp8 import of_config
 from beam_rl.rollout.sync.link import open_receiver
 from beam_rl.rollout.sync.receiver import BucketReceiver
@@ -48,6 +49,7 @@ class WeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
     model: Any
     receiver: BucketReceiver | None = None
     received: set[str]
+    stacks: ExpertStacks
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self.shutdown()
@@ -59,9 +61,10 @@ class WeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
     def start_weight_update(self) -> None:
         self.begin(self.device)
         initialize_layerwise_reload(self.model)
+        self.stacks = ExpertStacks(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        self.model.load_weights(self.receive_tensors(update_info.bucket))
+        self.model.load_weights(self.stacks.others(self.receive_tensors(update_info.bucket)))
 
     def begin(self, device: torch.device) -> None:
         """Starts with the first bucket of an update, whose tensors will be on `device`."""
