@@ -23,6 +23,7 @@ class Pause:
     sync_seconds: float
     pause_seconds: float
     sync_bytes: int
+    sync_tensors: int
 
 
 def run_engine() -> Pause:
@@ -41,7 +42,9 @@ async def _pause(folder: Path) -> Pause:
     from beam_rl.rollout.sync.local import LocalSync
     from beam_rl.samples import Request
 
-    where, case, link = measure.device(), SMALL, Link("shm", BUCKET_BYTES, DEADLINE_S, checksums=True, host="127.0.0.1")
+    # Many small experts, as Beam has: what a tensor costs shows beside what its bytes cost.
+    where, case = measure.device(), replace(SMALL, layers=10, expert=64, experts=64)
+    link = Link("shm", BUCKET_BYTES, DEADLINE_S, checksums=True, host="127.0.0.1")
     if where.type == "cuda":
         sizes = {"hidden": 2048, "layers": 8, "heads": 16, "kv_heads": 4, "dense": 4096, "expert": 512, "experts": 64}
         case = replace(SMALL, **sizes, vocabulary=16384, dtype="bf16")
@@ -60,7 +63,7 @@ async def _pause(folder: Path) -> Pause:
             stats, _ = await way.load(weights, version)
             synced = time.perf_counter()
             _ = [done async for done in engine.generate([Request(f"after-{version}", [3, 4, 5], version, 1, 1.0)])]
-            found.append(Pause(synced - start, time.perf_counter() - start, stats.bytes))
+            found.append(Pause(synced - start, time.perf_counter() - start, stats.bytes, len(weights)))
         return found[-1]
     finally:
         await engine.stop()

@@ -27,10 +27,13 @@ def copy_with_checksum(source: Tensor, into: Tensor) -> int:
     if source.storage_offset() % WORD_BYTES:  # torch would not look at it as words
         into.copy_(source)
         return checksum(into)
-    blocks, words, rest = _parts(source)
-    sums = torch.empty(len(blocks), dtype=torch.int64, device=source.device)
     chunk = CHUNK_BLOCKS[source.device.type]
     size = chunk * BLOCK_WORDS * WORD_BYTES
+    if len(source) <= size:
+        into.copy_(source)
+        return checksum(source)
+    blocks, words, rest = _parts(source)
+    sums = torch.empty(len(blocks), dtype=torch.int64, device=source.device)
     for first in range(0, len(blocks), chunk):
         torch.sum(blocks[first : first + chunk], 1, out=sums[first : first + chunk])
         begin = first * BLOCK_WORDS * WORD_BYTES
@@ -48,8 +51,25 @@ def _parts(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fold(sums: Tensor, words: Tensor, rest: Tensor) -> int:
-    padded = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=rest.device)
-    padded[: len(rest)] = rest
-    sums = torch.cat([sums, words.sum().view(1), padded.view(torch.int64)])
-    places = torch.arange(len(sums), device=sums.device) * FIRST
-    return int((sums * ((places ^ (places >> 32)) * SECOND | 1)).sum())
+    """Adds up the blocks' sums; the words after them and the rest have the two weights that follow theirs."""
+    weights, blocks = _weights(len(sums) + 2, sums.device), len(sums)
+    total = (sums * weights[:blocks]).sum()
+    if len(words):
+        total += words.sum() * weights[blocks]
+    if len(rest):
+        padded = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=rest.device)
+        padded[: len(rest)] = rest
+        total += padded.view(torch.int64)[0] * weights[blocks + 1]
+    return int(total)
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """(count or more,) odd int64: kept, as working them out takes longer than a small tensor's sum."""
+    known = _known_weights.get(device)
+    if known is None or len(known) < count:
+        places = torch.arange(max(count, 1024), device=device) * FIRST
+        known = _known_weights[device] = (places ^ (places >> 32)) * SECOND | 1
+    return known
+
+
+_known_weights: dict[torch.device, Tensor] = {}
