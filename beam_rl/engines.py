@@ -420,11 +420,11 @@ class Engines:
         slot.since = time.monotonic()
         slot.state = "starting"  # last: other threads look at what a starting slot has
 
-    async def _ask(self, slot: Slot, method: str, *args: Any) -> None:
-        """A short call that an engine answers or is lost."""
+    async def _ask(self, slot: Slot, method: str, *args: Any) -> Any:
+        """The answer to a short call; None from an engine that does not answer, and so is lost."""
         actor = slot.actor
         try:
-            await asyncio.wait_for(
+            return await asyncio.wait_for(
                 _awaited(getattr(actor, method).remote(*args)), self.recipe.rollout.engine_deadline_s
             )
         except TimeoutError:
@@ -463,12 +463,26 @@ class Engines:
 
     def forget_prefixes(self) -> None:
         """Empties the prefix caches, so that what comes next does not hang on what was sampled before."""
-        serving = [slot for slot in self.slots if slot.state == "serving"]
+        self._ask_serving(lambda _: ("forget_prefixes",))
 
-        async def forget() -> None:
-            await asyncio.gather(*(self._ask(slot, "forget_prefixes") for slot in serving))
+    def begin_traces(self) -> None:
+        """Has the engines that serve record what they do next: of their own steps, `rollout.profile.engine_steps`."""
+        self._ask_serving(lambda slot: ("begin_trace", self.recipe.rollout.profile.engine_steps))
 
-        self._wait(forget())
+    def end_traces(self, path: Path) -> list[str]:
+        """Writes PATH_engine_E.json for each, a table beside it; returns what kept them from being written."""
+        return [
+            problem for problem in self._ask_serving(lambda s: ("end_trace", f"{path}_engine_{s.index}")) if problem
+        ]
+
+    def _ask_serving(self, call: Callable[[Slot], tuple[Any, ...]]) -> list[Any]:
+        """The answers of the engines that serve to a method with arguments."""
+
+        async def ask() -> list[Any]:
+            serving = [slot for slot in self.slots if slot.state == "serving"]
+            return await asyncio.gather(*(self._ask(slot, *call(slot)) for slot in serving))
+
+        return self._wait(ask())
 
     def each(self, method: str, *args: Any) -> None:
         """Has every engine do it, one that is starting when it has started; one that is lost meanwhile in its new form.
@@ -540,6 +554,7 @@ class Engines:
             sleeps=self.seats.shared_gpus,
             speculative=r.speculative,
             tokenizer=str(self.model_path) if self.recipe.environment else None,
+            traces="none" if not r.profile.steps else "python" if r.profile.python else "operations",
             extra=r.engine_args,
         )
 

@@ -136,6 +136,7 @@ class Loop:
         self.saver.check()
         step, self.eval_score = Step(self.state.step + 1, self.report), None
         step.log(self.saver.take_metrics())
+        self.trace_engines(step.number)
         rollout = self.rollouts.take(step)
         shuffle_rewards(rollout, self.recipe, step)
         self.run.log_samples(
@@ -160,6 +161,7 @@ class Loop:
                 self.learn(batch, step)
                 self.state.unreported = step.metrics
                 self.note_flights()
+            self.keep_engine_traces(step.number)
             self.sync(step)
         self.announce(step)
         every = self.recipe.checkpoint.every
@@ -176,6 +178,16 @@ class Loop:
         yield
         for problem in self.policy.end_trace(self.run.folder / "profile" / f"step_{step}"):
             self.report.warn(f"no trace of step {step}: {problem}")
+
+    def trace_engines(self, step: int) -> None:
+        """In a step that the recipe names, the engines write down what they do until its weights are to be synced."""
+        if step in self.recipe.rollout.profile.steps:
+            self.engines.begin_traces()
+
+    def keep_engine_traces(self, step: int) -> None:
+        if step in self.recipe.rollout.profile.steps:
+            for problem in self.engines.end_traces(self.run.folder / "profile" / f"step_{step}"):
+                self.report.warn(f"no trace of an engine in step {step}: {problem}")
 
     def engine_metrics(self) -> dict[str, float]:
         """What became of the engines since the last step; a person is told of each that was lost."""

@@ -42,6 +42,7 @@ RESUMABLE = (
     "trainer.parallel.",
     "trainer.wait_in",
     "trainer.profile.",
+    "rollout.profile.",
     "checkpoint.",
     "eval.",
     "logging.",

@@ -35,6 +35,8 @@ OVERRIDES = [
     "data.eval.limit=16",
     "logging.samples_per_step=1000",
     "trainer.profile.steps=[3]",
+    "rollout.profile.steps=[3]",
+    "rollout.profile.engine_steps=4",
 ]
 
 
@@ -55,13 +57,17 @@ def whole(folder: Path) -> Path:
 
 
 def test_a_step_that_the_recipe_names_is_traced(whole: Path) -> None:
-    trace, table = sorted((whole / "profile").iterdir())
+    of_engine, engines_table, trace, table = sorted((whole / "profile").iterdir())
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert trace.name == "step_3_rank_0.json"
     parts = {"score", "forward and backward", "layers", "log-probabilities", "optimizer", "sync"}
     assert parts <= names
     rows = table.read_text()
     assert "optimizer" in rows and "aten::mm" in rows and "Self CPU time total" in rows
+    names = [str(event.get("name")) for event in json.loads(of_engine.read_text())["traceEvents"]]
+    assert of_engine.name == "step_3_engine_0.json" and sum("generation" in name for name in names) == 4
+    assert engines_table.name == "step_3_engine_0.txt" and "cpu_attention" in engines_table.read_text()
+    assert not list((whole / "logs").glob("*trace*"))
 
 
 def test_the_plan_foresaw_the_trainers_memory(whole: Path) -> None:
@@ -282,7 +288,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(folder):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount)], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
-        alone = ["checkpoint.every=1", "logging.wandb=disabled", "trainer.profile.steps=[]"]
+        alone = ["checkpoint.every=1", "logging.wandb=disabled", "trainer.profile.steps=[]", "rollout.profile.steps=[]"]
         _, err = run(mount / "run", *alone, code=1)
         assert len(err.strip().splitlines()) == 1
         assert ("the disk is full" in err or "as on a full disk" in err) and "step_1" in err
@@ -325,6 +331,7 @@ def test_two_ranks_two_engines_and_the_switches_together(ray_here, tiny_folder, 
         "trainer.precision=bf16",
         "trainer.steps=2",
         "trainer.profile.steps=[1]",
+        "rollout.profile.steps=[1]",
         "algorithm.loss=cispo",
         "algorithm.kl.coefficient=0.01",
         "algorithm.importance_correction.kind=mask",
@@ -340,7 +347,7 @@ def test_two_ranks_two_engines_and_the_switches_together(ray_here, tiny_folder, 
         assert line["sync/version"] == line["step"]
     assert second["loss/kl"] > 0, "the second step's policy has left the reference"
     assert {trace.name for trace in (folder / "many" / "profile").iterdir()} == {
-        f"step_1_rank_{i}.{kind}" for i in (0, 1) for kind in ("json", "txt")
+        f"step_1_{who}_{i}.{kind}" for who in ("rank", "engine") for i in (0, 1) for kind in ("json", "txt")
     }
     versions = {row["version"] for row in samples(folder / "many", 2)}
     assert versions == {1}

@@ -257,9 +257,10 @@ def _offload(recipe: "Recipe") -> Iterator[str]:
 
 
 def _profile(recipe: "Recipe") -> Iterator[str]:
-    trainer = recipe.trainer
-    if (last := max(trainer.profile.steps, default=0)) > trainer.steps:
-        yield f"trainer.profile.steps: step {last} will not come: trainer.steps = {trainer.steps}"
+    trainer, rollout = recipe.trainer, recipe.rollout
+    for key, profile in (("trainer", trainer.profile), ("rollout", rollout.profile)):
+        if (last := max(profile.steps, default=0)) > trainer.steps:
+            yield f"{key}.profile.steps: step {last} will not come: trainer.steps = {trainer.steps}"
 
 
 def _mxfp8(recipe: "Recipe") -> Iterator[str]:

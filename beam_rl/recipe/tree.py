@@ -116,6 +116,18 @@ class Speculative(Section):
     options: dict[str, Any] = Field({}, description="more of vLLM's speculative_config, such as prompt_lookup_max: 4")
 
 
+class EngineProfile(Section):
+    steps: list[Positive] = Field(
+        [],
+        description="steps in which each engine traces its sampling for Perfetto, profile/step_N_engine_E.json, and a table",
+    )
+    engine_steps: Positive = Field(32, description="so many of the engine's own steps, a token for each request")
+    python: Switch = Field(
+        False,
+        description="Python's calls, too, for which a GPU may wait; 20 MB and some seconds for each of those steps",
+    )
+
+
 class Rollout(Section):
     prompts_per_step: Positive = 32
     samples_per_prompt: Positive = 8
@@ -151,6 +163,7 @@ class Rollout(Section):
     kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="CPU engines: host memory for the KV cache")
     gpu_memory_utilization: Fraction = Field(0.85, description="GPU engines: share of the GPU that vLLM may use")
     speculative: Speculative | None = None
+    profile: EngineProfile = EngineProfile()
     engine_args: dict[str, Any] = Field(
         {},
         description="more of vLLM's engine arguments by vLLM's names, such as kv_cache_dtype: fp8 or attention_backend",

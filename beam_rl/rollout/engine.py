@@ -8,6 +8,7 @@ behind when it stops or its process is killed.
 import asyncio
 import os
 import re
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -204,6 +205,39 @@ class Engine:
         """vLLM goes to sleep as a whole: an engine of which a part sleeps wakes first."""
         for part in sorted(self.asleep):
             await self.wake(part)
+
+    async def begin_trace(self, engine_steps: int) -> None:
+        """Has vLLM record its next steps, so many, on each worker. For settings that say `traces`."""
+        for old in self._traces():
+            old.unlink()  # of a step that was not taken to its end
+        await self.llm.start_profile(self._trace, max_iterations=engine_steps)
+
+    async def end_trace(self, path: str) -> str | None:
+        """Puts the traces, for Perfetto, and the tables that vLLM made of them to PATH.json and PATH.txt.
+
+        Of several workers each has its own name between. Returns what kept them from being there, if anything did.
+        """
+        await self.llm.stop_profile()
+        found = self._traces()
+        if not found:
+            return f"{path}.json: vLLM wrote no trace; {self.settings.log} may say why"
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            for trace in found:
+                worker = trace.name.removeprefix(f"{self._trace}_").partition(".")[0]
+                many = f"_{worker}" if self.settings.parallel.workers > 1 else ""
+                shutil.move(trace, f"{path}{many}{'.json' if trace.suffix == '.json' else '.txt'}")
+        except OSError as error:
+            return f"{path}.json could not be written ({(error.strerror or str(error)).lower()})"
+        return None
+
+    @property
+    def _trace(self) -> str:
+        """What the names begin with of the files that vLLM's profiler leaves in the folder of logs."""
+        return f"{self.settings.name}_trace"
+
+    def _traces(self) -> list[Path]:
+        return sorted(Path(self.settings.log_dir).glob(f"{self._trace}_*.*"))
 
     async def alive(self) -> None:
         """Returns when vLLM's processes have answered; raises what they died of."""

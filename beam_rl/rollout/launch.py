@@ -53,6 +53,7 @@ class EngineSettings:
     sleeps: bool = False  # GPU engines: can give back the GPU's memory for a while
     speculative: Speculative | None = None
     tokenizer: str | None = None  # a folder, for requests with stop strings; None: there are none
+    traces: Literal["none", "operations", "python"] = "none"  # can write such, of what it does
     extra: dict[str, Any] = field(default_factory=dict)  # vLLM's arguments, from the recipe's `rollout.engine_args`
 
     @property
@@ -135,9 +136,22 @@ def engine_args(settings: EngineSettings) -> dict[str, Any]:
         args["hf_overrides"] = overrides
     if settings.adapter is not None:
         args |= _adapter_args(settings.adapter, args["additional_config"])
+    if settings.traces != "none":
+        args["profiler_config"] = _profiler_args(settings)
     if settings.speculative is not None:
         args |= _speculative_args(settings.speculative)
     return args | _checked(settings.extra, args)
+
+
+def _profiler_args(settings: EngineSettings) -> dict[str, Any]:
+    """Of the engine's own processes, not of the one that hands it requests."""
+    return {
+        "profiler": "torch",
+        "torch_profiler_dir": settings.log_dir,
+        "torch_profiler_with_stack": settings.traces == "python",
+        "torch_profiler_use_gzip": False,
+        "ignore_frontend": True,
+    }
 
 
 def _speculative_args(speculative: Speculative) -> dict[str, Any]:
