@@ -8,8 +8,8 @@ shift 2
 mkdir -p "$out"
 export RAY_memory_monitor_refresh_ms=0 # several runs on one machine; each asks for little
 beam_rl() { python3 -m beam_rl "$@"; }
-# Several runs share the GPU: none sizes its KV cache by what the others leave free.
-shared="rollout.gpu_memory_utilization=0.14 rollout.engine_args.kv_cache_memory_bytes=6000000000"
+# Several runs share the GPU: none sizes its KV cache by what the others leave free, and none updates in large portions.
+shared="rollout.gpu_memory_utilization=0.14 rollout.engine_args.kv_cache_memory_bytes=6000000000 trainer.token_budget=16384"
 
 start() { # the warm start that all runs begin from; cached
     python3 - <<'PYTHON'
@@ -31,10 +31,13 @@ bench() { # each alone on the GPU
     done
 }
 
-trace() { # where a step's time goes: its third
-    beam_rl train recipes/one_gpu_full.yaml trainer.steps=3 "trainer.profile.steps=[3]" eval.every=0 "$@" \
-        --out "$out/trace" >"$out/trace.log" 2>&1
-    head -70 "$out"/trace/profile/*.txt
+trace() { # alone on the GPU, where a step's time goes: the trainer's and the engine's operations, then the engine's Python
+    beam_rl train recipes/one_gpu_full.yaml trainer.steps=4 "trainer.profile.steps=[3]" "rollout.profile.steps=[3]" eval.every=0 \
+        "$@" --out "$out/trace" >"$out/trace.log" 2>&1
+    beam_rl train recipes/one_gpu_full.yaml trainer.steps=2 "rollout.profile.steps=[2]" rollout.profile.python=true \
+        rollout.profile.engine_steps=8 eval.every=0 "$@" --out "$out/python" >"$out/python.log" 2>&1
+    python3 benchmarks/progress.py "$out"/{trace,python}/metrics.jsonl
+    head -70 "$out"/{trace,python}/profile/*.txt
 }
 
 run() { # NAME RECIPE KEY=VALUE …, in the background
