@@ -1,6 +1,5 @@
 """The commands. Each reads its input, does one thing, and ends with 0 (done), 1 (the run failed) or 2 (wrong input)."""
 
-import errno
 import json
 import sys
 import traceback
@@ -14,7 +13,8 @@ import typer.core
 from beam_rl import interrupts
 from beam_rl.bench import BENCHES
 from beam_rl.credentials import hide
-from beam_rl.errors import InputError
+from beam_rl.errors import InputError, SaveError
+from beam_rl.files import DISK_FULL, full
 from beam_rl.plan import command as plan_command
 
 if TYPE_CHECKING:
@@ -37,8 +37,10 @@ class Command(typer.core.TyperCommand):
             cause = root_cause(error)
             if isinstance(cause, InputError):
                 leave(2, str(cause))
-            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-                leave(1, f"no space left on the disk while writing {cause.filename or 'a file'}")
+            if isinstance(cause, SaveError):
+                leave(1, str(cause))
+            if isinstance(cause, OSError) and full(cause):
+                leave(1, f"can't write {cause.filename or 'a file'}: {DISK_FULL}")
             where = getattr(error, "__notes__", [])  # a run's log.txt has the traceback already
             if not where:
                 typer.echo(hide("".join(traceback.format_exception(error))), err=True)

@@ -73,6 +73,7 @@ class Engines:
         self._hush = asyncio.Event()  # set: nothing is to be sampled
         self._drafted = (0, 0)  # and taken, beside what the slots' engines have counted since
         self._answering = 0  # calls of `_answer` under way
+        self._traced: dict[int, Any] = {}  # the actors that record what they do, by their slots' indices
         self._over: Exception | None = None  # why nobody is answered any more
 
     def __enter__(self) -> "Engines":
@@ -465,22 +466,30 @@ class Engines:
         """Empties the prefix caches, so that what comes next does not hang on what was sampled before."""
         self._ask_serving(lambda _: ("forget_prefixes",))
 
-    def begin_traces(self) -> None:
-        """Has the engines that serve record what they do next: of their own steps, `rollout.profile.engine_steps`."""
-        self._ask_serving(lambda slot: ("begin_trace", self.recipe.rollout.profile.engine_steps))
+    def begin_traces(self) -> list[str]:
+        """Has the engines that serve record what they do next: of their own steps, `rollout.profile.engine_steps`.
+
+        Returns what kept some from it.
+        """
+        self._traced = {slot.index: slot.actor for slot in self.slots if slot.state == "serving"}
+        answers = self._ask_serving(lambda _: ("begin_trace", self.recipe.rollout.profile.engine_steps))
+        return [f"engine {i}: {answer}" for i, answer in answers.items() if answer]
 
     def end_traces(self, path: Path) -> list[str]:
-        """Writes PATH_engine_E.json for each, a table beside it; returns what kept them from being written."""
-        return [
-            problem for problem in self._ask_serving(lambda s: ("end_trace", f"{path}_engine_{s.index}")) if problem
+        """Writes PATH_engine_E.json for each, a table beside it; returns what kept some from being written."""
+        lost = [i for i, actor in self._traced.items() if self.slots[i].actor is not actor]
+        answers = self._ask_serving(lambda slot: ("end_trace", f"{path}_engine_{slot.index}"), but=lost)
+        return [f"engine {i}: {answer}" for i, answer in answers.items() if answer] + [
+            f"engine {i} was lost meanwhile" for i in lost
         ]
 
-    def _ask_serving(self, call: Callable[[Slot], tuple[Any, ...]]) -> list[Any]:
-        """The answers of the engines that serve to a method with arguments."""
+    def _ask_serving(self, call: Callable[[Slot], tuple[Any, ...]], but: Sequence[int] = ()) -> dict[int, Any]:
+        """The answers, by index, of the engines that serve to a method with arguments."""
 
-        async def ask() -> list[Any]:
-            serving = [slot for slot in self.slots if slot.state == "serving"]
-            return await asyncio.gather(*(self._ask(slot, *call(slot)) for slot in serving))
+        async def ask() -> dict[int, Any]:
+            asked = [slot for slot in self.slots if slot.state == "serving" and slot.index not in but]
+            answers = await asyncio.gather(*(self._ask(slot, *call(slot)) for slot in asked))
+            return {slot.index: answer for slot, answer in zip(asked, answers, strict=True)}
 
         return self._wait(ask())
 

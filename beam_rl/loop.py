@@ -176,18 +176,20 @@ class Loop:
             return
         self.policy.begin_trace()
         yield
-        for problem in self.policy.end_trace(self.run.folder / "profile" / f"step_{step}"):
-            self.report.warn(f"no trace of step {step}: {problem}")
+        self.warn_of_traces(step, self.policy.end_trace(self.run.folder / "profile" / f"step_{step}"))
 
     def trace_engines(self, step: int) -> None:
         """In a step that the recipe names, the engines write down what they do until its weights are to be synced."""
         if step in self.recipe.rollout.profile.steps:
-            self.engines.begin_traces()
+            self.warn_of_traces(step, self.engines.begin_traces())
 
     def keep_engine_traces(self, step: int) -> None:
         if step in self.recipe.rollout.profile.steps:
-            for problem in self.engines.end_traces(self.run.folder / "profile" / f"step_{step}"):
-                self.report.warn(f"no trace of an engine in step {step}: {problem}")
+            self.warn_of_traces(step, self.engines.end_traces(self.run.folder / "profile" / f"step_{step}"))
+
+    def warn_of_traces(self, step: int, problems: Sequence[str]) -> None:
+        for problem in problems:
+            self.report.warn(f"no trace of step {step}: {problem}")
 
     def engine_metrics(self) -> dict[str, float]:
         """What became of the engines since the last step; a person is told of each that was lost."""

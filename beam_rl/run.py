@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, Literal
 import yaml
 
 from beam_rl.credentials import hide
-from beam_rl.errors import InputError
+from beam_rl.errors import InputError, SaveError
 from beam_rl.files import DISK_FULL, disk_error, full, sync_path
 
 LOGGER = logging.getLogger("beam_rl")
@@ -63,10 +64,6 @@ class RunError(InputError):
     """The run's folder can't be used as asked; one line in the user's words."""
 
 
-class SaveError(RuntimeError):
-    """The disk did not take a checkpoint: the run has failed, and what was saved before stands. One line."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint."""
@@ -78,10 +75,11 @@ class Checkpoint:
 
 
 class _LogFile(logging.FileHandler):
-    """log.txt. What a full disk does not take is lost without a word: the writes that count tell of it."""
+    """log.txt. What the disk does not take is lost without a word: the writes that count tell of it."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        pass
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class _Formatter(logging.Formatter):
@@ -152,7 +150,7 @@ class Run:
         """Closes the folder; what ended the run goes to log.txt first.
 
         Raises:
-            SaveError: what ended the run is a full disk, met in no matter which write.
+            SaveError: what ended the run is a full disk, whatever write has met it.
         """
         if isinstance(error, KeyboardInterrupt):
             LOGGER.warning("interrupted")
@@ -161,20 +159,23 @@ class Run:
         elif error is not None:
             LOGGER.error("ended", exc_info=error)
             error.add_note(f"(traceback in {self.folder / 'log.txt'})")
-        self.close()
         if isinstance(error, OSError) and full(error):
-            raise SaveError(f"can't write {error.filename or self.folder}: {DISK_FULL}; {self._kept()}") from error
+            with contextlib.suppress(OSError):  # files refuse what is still to be written once more
+                self.close()
+            where = error.filename or f"a file, most likely in {self.folder}"
+            raise SaveError(f"can't write {where}: {DISK_FULL}; {self._kept()}") from error
+        self.close()
 
     def close(self) -> None:
         """Lets go of the folder. A second call does nothing."""
         if self._lock < 0:
             return
-        LOGGER.removeHandler(self._handler)
-        for file in (self._handler, self._metrics):
-            with contextlib.suppress(OSError):  # a full disk refuses what is still to be written once more
-                file.close()
-        os.close(self._lock)
-        self._lock = -1
+        lock, self._lock = self._lock, -1
+        with contextlib.ExitStack() as stack:  # all of it, also where one fails
+            stack.callback(os.close, lock)
+            stack.callback(self._metrics.close)
+            stack.callback(self._handler.close)
+            LOGGER.removeHandler(self._handler)
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends one line to metrics.jsonl: before the step's checkpoint, so that a resume finds it.

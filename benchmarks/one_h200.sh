@@ -35,7 +35,7 @@ trace() { # alone on the GPU, where a step's time goes: the trainer's and the en
     beam_rl train recipes/one_gpu_full.yaml trainer.steps=4 "trainer.profile.steps=[3]" "rollout.profile.steps=[3]" eval.every=0 \
         "$@" --out "$out/trace" >"$out/trace.log" 2>&1
     beam_rl train recipes/one_gpu_full.yaml trainer.steps=2 "rollout.profile.steps=[2]" rollout.profile.python=true \
-        rollout.profile.engine_steps=8 eval.every=0 "$@" --out "$out/python" >"$out/python.log" 2>&1
+        eval.every=0 "$@" --out "$out/python" >"$out/python.log" 2>&1
     python3 benchmarks/progress.py "$out"/{trace,python}/metrics.jsonl
     head -70 "$out"/{trace,python}/profile/*.txt
 }

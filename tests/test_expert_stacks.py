@@ -19,6 +19,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.loaded: list[tuple[str, str, int, Tensor]] = []
+        self.takes = True
         for name, shape in (("w13_weight", (2, 8, 3)), ("w2_weight", (2, 3, 4))):
             parameter: Any = nn.Parameter(torch.zeros(shape))
             parameter.weight_loader = self._load
@@ -32,14 +33,15 @@ class Experts(nn.Module):
         shard_id: str,
         expert_id: int,
         return_success: bool,
-    ) -> None:
+    ) -> bool:
         self.loaded.append((weight_name, shard_id, expert_id, loaded_weight))
+        return self.takes
 
 
 @pytest.fixture
 def experts(monkeypatch: pytest.MonkeyPatch) -> Experts:
     held = Experts()
-    monkeypatch.setattr(compat, "expert_layers", lambda model: {LAYER: ExpertLayer(model, (3, 1))})
+    monkeypatch.setattr(compat, "expert_layers", lambda model: {LAYER: ExpertLayer(model, {3: 0, 1: 1})})
     return held
 
 
@@ -56,7 +58,18 @@ def test_a_stack_is_loaded_once_all_of_its_experts_have_come(experts: Experts) -
     [(name, shard, expert, stacked)] = experts.loaded
     assert (name, shard, expert) == ("experts.w13_weight", "w3", 3)
     assert torch.equal(stacked, torch.stack([weight(3), weight(1)]))  # in the order in which the worker holds them
-    assert list(stacks.coming) == [(LAYER, "gate_proj", "weight")]
+    with pytest.raises(ValueError, match=r"mlp.experts.3.gate_proj.weight did not come as the others did"):
+        stacks.check_whole()
+    stacks.begin()
+    stacks.check_whole()
+    assert list(stacks.others([(f"{LAYER}.3.gate_proj.weight", weight(3))])) == [] and len(experts.loaded) == 1
+
+
+def test_a_loader_that_does_not_take_a_stack_fails_the_update(experts: Experts) -> None:
+    experts.takes = False
+    both = [(f"{LAYER}.{expert}.down_proj.weight", weight(expert, (3, 4))) for expert in (1, 3)]
+    with pytest.raises(RuntimeError, match="did not load a stack of experts into w2_weight"):
+        list(ExpertStacks(experts).others(both))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from crew import all_gone, crew, ranks, wait_for
 
+from beam_rl.errors import SaveError
 from beam_rl.recipe.tree import Checkpoint
-from beam_rl.run import Run, SaveError, checkpoints
+from beam_rl.run import Run, checkpoints
 from beam_rl.saver import Saver
 from beam_rl.watch import Rank, RankError, operation_of, verdict
 

@@ -121,10 +121,11 @@ class EngineProfile(Section):
         [],
         description="steps in which each engine traces its sampling for Perfetto, profile/step_N_engine_E.json, and a table",
     )
-    engine_steps: Positive = Field(32, description="so many of the engine's own steps, a token for each request")
+    engine_steps: Positive = Field(8, description="so many of the engine's own steps, a token for each request")
     python: Switch = Field(
         False,
-        description="Python's calls, too, for which a GPU may wait; 20 MB and some seconds for each of those steps",
+        description="Python's calls, too, for which a GPU may wait: 20 MB and seconds for each of those steps, in which the "
+        "engine answers nobody; after rollout.engine_deadline_s it is lost",
     )
 
 

@@ -7,7 +7,7 @@ fault; tests/test_rollout_compat.py fails on the day a fault is gone.
 import ast
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -324,10 +324,10 @@ class SlotView:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A module that holds a layer's experts. `local`: the numbers of those it holds, in their order there."""
+    """A module that holds a layer's experts. `places`: of each expert that it holds, where."""
 
     module: nn.Module
-    local: tuple[int, ...]
+    places: Mapping[int, int]
 
     def parameter(self, name: str) -> Tensor | None:
         """Such as w13_weight: the first dimension is of experts."""
@@ -336,31 +336,40 @@ class ExpertLayer:
     def load(self, name: str, shard: str, stacked: Tensor) -> None:
         """Loads (local experts, outputs, inputs), not yet cut for tensor parallelism, into a part of the parameter.
 
-        shard: w1 (gate), w2 (down) or w3 (up).
+        shard: w1 (gate), w2 (down) or w3 (up). vLLM (0.32, 0.33) takes three dimensions for all local experts, whichever
+        of them is named. Raises RuntimeError where it does not.
         """
         parameter: Any = self.parameter(name)
-        parameter.weight_loader(
+        loaded = parameter.weight_loader(
             param=parameter,
             loaded_weight=stacked,
             weight_name=f"experts.{name}",
             shard_id=shard,
-            expert_id=self.local[0],  # any that is here: with three dimensions all are meant
+            expert_id=next(iter(self.places)),
             return_success=True,
         )
+        if loaded is not True:
+            raise RuntimeError(f"vLLM did not load a stack of experts into {name}")
 
 
 def expert_layers(model: nn.Module) -> dict[str, ExpertLayer]:
-    """By the checkpoint's name of the experts (…layers.3.mlp.experts); without layers that hold an expert twice."""
+    """By the checkpoint's name of the experts (…layers.3.mlp.experts).
+
+    Only gated experts with the usual names, and layers that hold none of them twice.
+    """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, RoutedExperts) and module.moe_config.num_experts == module.moe_config.num_logical_experts:
-            experts = range(module.moe_config.num_experts)
-            places = {module._map_global_expert_id_to_local_expert_id(expert): expert for expert in experts}
-            local = tuple(places[place] for place in sorted(places) if place >= 0)
-            if local:
-                found[name.removesuffix(".routed_experts")] = ExpertLayer(module, local)
+        if not isinstance(module, RoutedExperts):
+            continue
+        moe = module.moe_config
+        names = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
+        usual = moe.is_act_and_mul and names == ("gate_proj", "up_proj", "down_proj")
+        if usual and moe.num_experts == moe.num_logical_experts:
+            map_of = ((e, module._map_global_expert_id_to_local_expert_id(e)) for e in range(moe.num_experts))
+            if places := {expert: place for expert, place in map_of if place >= 0}:
+                found[name.removesuffix(".routed_experts")] = ExpertLayer(module, places)
     return found
 
 

@@ -8,7 +8,6 @@ behind when it stops or its process is killed.
 import asyncio
 import os
 import re
-import shutil
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from beam_rl.rollout.completion import (
 from beam_rl.rollout.launch import EngineSettings, launch, set_environment
 from beam_rl.rollout.routes import Routes, route_dtype
 from beam_rl.rollout.sync.place import Place
+from beam_rl.rollout.traces import Traces
 from beam_rl.samples import Completion, Request
 
 LOG_TAIL_LINES = 25
@@ -87,6 +87,7 @@ class Engine:
         self.version = 0
         self.adapter_id = 0  # vLLM's id of the adapter served; 0: the checkpoint alone
         self.llm: Any = None
+        self.traces = Traces(settings)
         self.info: EngineInfo | None = None
         self.watch: asyncio.Task[None] | None = None
         self.drafts: Any = None  # a DraftCounter, where tokens are drafted
@@ -206,38 +207,13 @@ class Engine:
         for part in sorted(self.asleep):
             await self.wake(part)
 
-    async def begin_trace(self, engine_steps: int) -> None:
-        """Has vLLM record its next steps, so many, on each worker. For settings that say `traces`."""
-        for old in self._traces():
-            old.unlink()  # of a step that was not taken to its end
-        await self.llm.start_profile(self._trace, max_iterations=engine_steps)
+    async def begin_trace(self, engine_steps: int) -> str | None:
+        """Records what vLLM does in its next steps, so many (`rollout.traces`); what kept it from that, if anything did."""
+        return await self.traces.begin(self.llm, engine_steps)
 
     async def end_trace(self, path: str) -> str | None:
-        """Puts the traces, for Perfetto, and the tables that vLLM made of them to PATH.json and PATH.txt.
-
-        Of several workers each has its own name between. Returns what kept them from being there, if anything did.
-        """
-        await self.llm.stop_profile()
-        found = self._traces()
-        if not found:
-            return f"{path}.json: vLLM wrote no trace; {self.settings.log} may say why"
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            for trace in found:
-                worker = trace.name.removeprefix(f"{self._trace}_").partition(".")[0]
-                many = f"_{worker}" if self.settings.parallel.workers > 1 else ""
-                shutil.move(trace, f"{path}{many}{'.json' if trace.suffix == '.json' else '.txt'}")
-        except OSError as error:
-            return f"{path}.json could not be written ({(error.strerror or str(error)).lower()})"
-        return None
-
-    @property
-    def _trace(self) -> str:
-        """What the names begin with of the files that vLLM's profiler leaves in the folder of logs."""
-        return f"{self.settings.name}_trace"
-
-    def _traces(self) -> list[Path]:
-        return sorted(Path(self.settings.log_dir).glob(f"{self._trace}_*.*"))
+        """Brings what was recorded to PATH.json and .txt; what kept it from being there, if anything did."""
+        return await self.traces.end(self.llm, path)
 
     async def alive(self) -> None:
         """Returns when vLLM's processes have answered; raises what they died of."""

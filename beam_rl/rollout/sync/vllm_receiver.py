@@ -49,7 +49,7 @@ class WeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
     model: Any
     receiver: BucketReceiver | None = None
     received: set[str]
-    stacks: ExpertStacks
+    stacks: ExpertStacks | None = None  # from the first update of all weights on
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self.shutdown()
@@ -61,9 +61,12 @@ class WeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
     def start_weight_update(self) -> None:
         self.begin(self.device)
         initialize_layerwise_reload(self.model)
-        self.stacks = ExpertStacks(self.model)
+        if self.stacks is None:
+            self.stacks = ExpertStacks(self.model)
+        self.stacks.begin()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
+        assert self.stacks is not None
         self.model.load_weights(self.stacks.others(self.receive_tensors(update_info.bucket)))
 
     def begin(self, device: torch.device) -> None:
@@ -84,6 +87,8 @@ class WeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
         missing = sorted({*(scheme.names(names) if scheme else names)} - self.received)
         if missing:
             raise ValueError(f"weight sync left out {len(missing)} tensors, the first is {missing[0]}")
+        assert self.stacks is not None
+        self.stacks.check_whole()
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
