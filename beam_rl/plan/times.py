@@ -7,6 +7,7 @@ takes its place. Pure formulas; knows nothing about memory.
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,8 @@ class Shares:
     nvme_slowdown: float = 1.15  # an update's time over the disk's own: docs/nvme.md
     decode_step_s: float = 0.0008  # launches and waits a step that no byte explains: assumed
     collective_s: float = 12e-6  # of one all-reduce of a decode step within a node: assumed
-    tensor_s: float = 0.0004  # of vLLM's loader for a tensor: docs/placement.md
+    load_s: float = 0.0004  # of a call of vLLM's loader, and of an adapter's tensor: docs/placement.md
+    tensor_s: float = 0.00006  # to pack, receive and stack an expert's tensor: docs/sync.md
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,16 @@ def sync_seconds(case: Case, shares: Shares) -> float:
         "gloo": min(shares.gloo_bytes_per_s, machine.network_bytes_per_s / workers),  # to each worker on its own
     }[transport(case)]
     gather = nbytes / (link * shares.sync_bandwidth) if len(case.shapes) > 1 else 0.0
-    return max(gather, nbytes / rate, tensors * shares.tensor_s)
+    return max(gather, nbytes / rate, _loading_seconds(case, shares, tensors))
+
+
+def _loading_seconds(case: Case, shares: Shares, tensors: int) -> float:
+    """Of an engine's worker: what each tensor takes, whatever its size."""
+    if case.adapter is not None:
+        return tensors * shares.load_s
+    experts = [name for name in case.model.tensors if ".experts." in name]
+    stacks = {re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in experts}  # each loaded in one call
+    return len(experts) * shares.tensor_s + (tensors - len(experts) + len(stacks)) * shares.load_s
 
 
 def turn_seconds(case: Case) -> float:
