@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from beam_rl.lora import Adapter, adapter_modules, repeated_tensors
+from beam_rl.lora import Adapter, adapter_modules, repeated_stacks, stack_of
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -33,12 +33,12 @@ class SentChecksum:
     def __init__(self, adapter: Adapter, config: Mapping[str, Any], dtype: torch.dtype) -> None:
         """config: the checkpoint's config.json. dtype: the engine's."""
         self.dtype = dtype
-        self.scales = {m.b: m.scale for m in adapter_modules(adapter, config)}
-        self.repeated = repeated_tensors(adapter, config)
+        self.scales = {stack_of(m.b): m.scale for m in adapter_modules(adapter, config)}
+        self.repeated = repeated_stacks(adapter, config)
         self.digests: dict[str, str] = {}
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Hands (HF name, tensor) pairs on as they are; B comes without its scale."""
+        """Hands on as they are what `adapter_stacks.stacked` gives; B comes without its scale."""
         for name, tensor in tensors:
             held = tensor.detach().to(self.dtype)
             self.digests[name] = tensor_digest(held * self.scales[name] if name in self.scales else held)

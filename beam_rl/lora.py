@@ -8,11 +8,12 @@ An adapter module is W + alpha/rank · B·A with A (rank, in) and B (out, rank).
 matrix share one A: q, k, v and the output gate; a dense MLP's gate and up; an expert's gate and up.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from beam_rl.model_config import is_beam, layer_kinds, named_as_beams
+from beam_rl.model_config import experts_of, is_beam, layer_kinds, named_as_beams
 
 ATTENTION_INPUTS = tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v", "gate"))
 ATTENTION_OUTPUT = ("self_attn.o_proj",)
@@ -24,6 +25,7 @@ TOGETHER = (  # targets that come all or none, and why
     (DENSE_INPUTS, "the trainer holds them as one matrix"),
     (EXPERTS, "vLLM loads an expert's three projections together"),
 )
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ALL_TARGETS = (*ATTENTION_INPUTS, *ATTENTION_OUTPUT, *DENSE_INPUTS, *DENSE_OUTPUT, *EXPERTS)
 
 
@@ -122,6 +124,23 @@ def adapter_tensors(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, tu
 def repeated_tensors(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, str]:
     """Tensors that equal another one, and which: a sync sends the other alone."""
     return {m.a: m.shared_a for m in adapter_modules(adapter, config) if m.shares_a_with is not None}
+
+
+def stack_of(name: str) -> str:
+    """The name under which a tensor travels to the engines; `*` stands for all experts of the layer."""
+    return EXPERT.sub(".experts.*.", name)
+
+
+def sync_shapes(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What a sync sends: A (rank, inputs) and B (outputs, rank), of experts (experts, …, …); repeated tensors once."""
+    repeated, shapes = repeated_tensors(adapter, config), adapter_tensors(adapter, config)
+    each = {name: shape for name, shape in shapes.items() if name not in repeated}
+    return {stack_of(n): (experts_of(config), *shape) if EXPERT.search(n) else shape for n, shape in each.items()}
+
+
+def repeated_stacks(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, str]:
+    """What a sync leaves out, and what it equals."""
+    return {stack_of(name): stack_of(same) for name, same in repeated_tensors(adapter, config).items()}
 
 
 def _attention(adapter: Adapter, config: Mapping[str, Any], layer: str) -> Iterator[AdapterModule]:

@@ -202,6 +202,8 @@ class PolicyWorker:
             return self._send_weights(engines)
 
     def _send_weights(self, engines: Sequence[Any]) -> Sent:
+        from beam_rl.adapter_stacks import stacked
+
         tensors = self.trainer.sync_tensors()
         watch = self.trainer.sent_checksum()
         try:
@@ -209,7 +211,7 @@ class PolicyWorker:
                 return Sent()
             assert self.sender is not None
             stats = self.sender.send(
-                watch.watch(tensors) if watch else tensors,
+                watch.watch(stacked(tensors, self.trainer.hf)) if watch else tensors,
                 lambda bucket: [e.update.remote(bucket).future() for e in engines],
             )
             return Sent(stats.bytes, stats.buckets, watch.value() if watch else None)

@@ -1,6 +1,7 @@
 """The engine's adapter against transformers with the adapter merged into its weights: one real engine, a tiny Beam."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,8 +17,9 @@ from rollout_fixtures import VOCABULARY, Reference, RunningEngine, make_checkpoi
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from beam_rl.adapter_stacks import stacked, tensor_in
 from beam_rl.checksum import SentChecksum
-from beam_rl.lora import ALL_TARGETS, Adapter, adapter_modules, adapter_tensors, repeated_tensors
+from beam_rl.lora import ALL_TARGETS, Adapter, adapter_modules, adapter_tensors, repeated_tensors, sync_shapes
 from beam_rl.parity import reference as parity
 from beam_rl.parity.compare import Side, compare
 from beam_rl.rollout.engine import Engine, EngineInfo
@@ -115,7 +117,7 @@ class Syncs:
     def __call__(self, tensors: Tensors) -> tuple[str, str]:
         """The checksum of what the engine's slots hold, and what it should be."""
         watched = SentChecksum(self.adapter, self.config, self.dtype)
-        return self.send(watched.watch(tensors.items())), watched.value()
+        return self.send(watched.watch(stacked(tensors.items(), self.config))), watched.value()
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
         self.engine.call("begin_update")
@@ -210,6 +212,16 @@ def test_sync_moves_the_adapters_bytes_and_repeated_tensors_once(
     assert sync.stats.bytes == sum(t.nbytes for t in adapters["one"].values())
 
 
+def test_experts_travel_together(adapters: dict[str, Tensors], sync: Syncs, config: dict[str, Any]) -> None:
+    travelling = dict(stacked(adapters["one"].items(), config))
+    assert {name: tuple(tensor.shape) for name, tensor in travelling.items()} == sync_shapes(ADAPTER, config)
+    assert len(travelling) == 7 * 7 + 3 * 5 + 4 * 5 < len(adapters["one"]) / 4
+    assert all(torch.equal(tensor_in(travelling, name), tensor) for name, tensor in adapters["one"].items())
+    lacking = [(name, tensor) for name, tensor in adapters["one"].items() if ".4.mlp.experts.7.up" not in name]
+    with pytest.raises(ValueError, match=r"layers.4.mlp.experts.\*.up_proj.lora_B.weight: 15 experts of 16 are there"):
+        list(stacked(lacking, config))
+
+
 def test_base_weights_stay_readable_and_untouched(
     engine: RunningEngine, adapters: dict[str, Tensors], sync: Syncs
 ) -> None:
@@ -249,18 +261,19 @@ def test_outputs_follow_twenty_syncs_and_memory_is_flat(
 
 
 def spoilt(tensors: Tensors, how: str) -> tuple[Iterable[tuple[str, Tensor]], str]:
-    """An adapter with something wrong, and what the refusal says."""
-    name = "model.layers.4.mlp.experts.7.up_proj.lora_B.weight"
+    """An adapter, as it travels, with something wrong, and what the refusal says."""
+    name = "model.layers.4.mlp.experts.*.up_proj.lora_B.weight"
     rest = {n: t for n, t in tensors.items() if n != name}
     if how == "nan" or how == "inf":
         wrong = tensors[name].clone()
-        wrong[3, 1] = float(how)
-        return [*rest.items(), (name, wrong)], f"{name} holds a NaN or an infinity"
+        wrong[7, 3, 1] = float(how)
+        return [*rest.items(), (name, wrong)], f"{re.escape(name)} holds a NaN or an infinity"
     if how == "shape":
-        return [*rest.items(), (name, tensors[name].T.contiguous())], rf"{name} has shape \(2, 32\), .* \(32, 2\)"
+        turned = tensors[name].mT.contiguous()
+        return [*rest.items(), (name, turned)], rf"{re.escape(name)} has shape \(16, 2, 32\), .* \(16, 32, 2\)"
     if how == "unknown":
-        other = name.replace("experts.7", "experts.16")
-        return [*tensors.items(), (other, tensors[name])], f"{other} is not a tensor that this adapter consists of"
+        other = name.replace("*", "7")  # one expert's does not travel alone
+        return [*tensors.items(), (other, tensors[name][7])], f"{other} is not a tensor that this adapter consists of"
     if how == "base":
         other = "model.layers.4.mlp.experts.7.up_proj.weight"
         return [
@@ -268,8 +281,8 @@ def spoilt(tensors: Tensors, how: str) -> tuple[Iterable[tuple[str, Tensor]], st
             *tensors.items(),
         ], f"{other} is not a tensor that this adapter consists of"
     if how == "twice":
-        return [*tensors.items(), (name, tensors[name])], f"{name} came twice"
-    return rest.items(), f"left out 1 tensors, the first is {name}"
+        return [*tensors.items(), (name, tensors[name])], f"{re.escape(name)} came twice"
+    return rest.items(), f"left out 1 tensors, the first is {re.escape(name)}"
 
 
 @pytest.mark.parametrize("how", ["nan", "inf", "shape", "unknown", "base", "twice", "missing"])
@@ -279,7 +292,7 @@ def test_wrong_adapter_is_refused_in_a_line_and_the_version_before_it_is_served_
     held, _ = sync(adapters["one"])
     asked = requests(4, prompt=8, response=8, seed=8)
     before = engine.sample(asked)
-    tensors, message = spoilt(adapters["two"], how)
+    tensors, message = spoilt(dict(stacked(adapters["two"].items(), sync.config)), how)
     with pytest.raises(ValueError, match=message) as refused:
         sync.send(tensors)
     assert "\n" not in str(refused.value.cause)
@@ -304,9 +317,9 @@ def test_sync_that_fails_half_way_leaves_the_adapter_before_it_serving(
     engine.call("begin_update")
     if how == "damaged":
         with pytest.raises(SyncError, match="bucket 3 .*: engine 0 failed: .*bucket 3 arrived damaged"):
-            sync.sender.send(adapters["two"].items(), announce)
+            sync.sender.send(stacked(adapters["two"].items(), sync.config), announce)
     else:
-        sync.sender.send(list(adapters["two"].items())[:40], announce)
+        sync.sender.send(list(stacked(adapters["two"].items(), sync.config))[:40], announce)
         engine.call("abandon_update")  # as when another engine has died
     assert engine.call("adapter_checksum") == held
     for name, done in engine.sample(asked).items():
@@ -321,7 +334,8 @@ def test_checksum_differs_with_any_bit_and_is_of_the_adapter_held(
     held, sent = sync(adapters["two"])
     other = adapters["two"] | {"model.layers.0.mlp.down_proj.lora_B.weight": torch.zeros(64, 8)}
     watched = SentChecksum(ADAPTER, config, torch.float32)
-    assert dict(watched.watch(other.items())) == other  # passed on as they are
+    travelling = dict(stacked(other.items(), config))
+    assert dict(watched.watch(travelling.items())) == travelling  # passed on as they are
     assert watched.value() != held == sent == engine.call("adapter_checksum")
     assert sync(adapters["one"])[0] != held
 

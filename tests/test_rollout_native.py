@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from beam_rl.adapter_stacks import stacked
 from beam_rl.bench.moe_lora import Case, model_config
 from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.checksum import SentChecksum
@@ -134,7 +135,7 @@ async def sample_everything(folder: Path, logs: Path, weights: Tensors) -> dict[
     found["none"]["lora"] = await lora.firsts()
     for kind in KINDS:
         adapter, watched = make_adapter(config, kind), SentChecksum(ADAPTER, config, torch.bfloat16)
-        held = await lora.load(watched.watch(adapter.items()))
+        held = await lora.load(watched.watch(stacked(adapter.items(), config)))
         assert held == watched.value()
         found[kind]["lora"] = await lora.firsts()
     slots = {s.module.rpartition(".")[2]: s.a[2] for s in await lora.engine.adapter_slots()}

@@ -16,6 +16,7 @@ import torch
 from rollout_fixtures import VOCABULARY, Reference, RunningEngine, make_checkpoint, settings
 from safetensors.torch import load_file, save_file
 
+from beam_rl.adapter_stacks import stacked
 from beam_rl.checksum import SentChecksum
 from beam_rl.errors import InputError
 from beam_rl.lora import ALL_TARGETS, Adapter, adapter_modules, adapter_tensors, repeated_tensors
@@ -143,7 +144,7 @@ def test_adapter_is_held_by_all_workers_and_added_as_if_merged(
     shapes = {n: s for n, s in adapter_tensors(ADAPTER, config).items() if n not in repeated}
     given = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
     sent = SentChecksum(ADAPTER, config, torch.float32)
-    held = sync(senders["split"], fleet.split, sent.watch(given.items()), 1)
+    held = sync(senders["split"], fleet.split, sent.watch(stacked(given.items(), config)), 1)
     assert held == sent.value() == fleet.split.call("adapter_checksum")
 
     merged = load_file(weights["old"] / "model.safetensors")

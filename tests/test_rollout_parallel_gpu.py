@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_rollout_native import ADAPTER, CONFIG, PROMPTS, Firsts, Served, Tensors, make_adapter, make_checkpoint, merged
 
+from beam_rl.adapter_stacks import stacked
 from beam_rl.checksum import SentChecksum
 from beam_rl.recipe.tree import EngineParallel
 
@@ -34,7 +35,7 @@ async def sample(folder: Path, logs: Path, name: str, weights: Tensors) -> tuple
         await served.start()
         if shape:
             found.append(await served.firsts())
-            assert await served.load(watched.watch(adapter.items())) == watched.value()
+            assert await served.load(watched.watch(stacked(adapter.items(), CONFIG))) == watched.value()
         else:
             await served.load(merged(weights, adapter, CONFIG))
         found.append(await served.firsts())

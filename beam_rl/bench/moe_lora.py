@@ -229,6 +229,7 @@ async def _load_adapter(engine: "Engine", adapter: Adapter, config: dict[str, An
     """Syncs a random adapter into the engine the way a trainer does; returns the seconds it took."""
     import torch
 
+    from beam_rl.adapter_stacks import stacked
     from beam_rl.rollout.sync.link import Link
     from beam_rl.rollout.sync.local import LocalSync
 
@@ -236,7 +237,7 @@ async def _load_adapter(engine: "Engine", adapter: Adapter, config: dict[str, An
     sync = LocalSync(engine, link, torch.device("cpu"))
     await sync.join()
     start = time.perf_counter()
-    await sync.load(_random_tensors(adapter, config), version=1)
+    await sync.load(stacked(_random_tensors(adapter, config), config), version=1)
     return time.perf_counter() - start
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from beam_rl.errors import InputError
-from beam_rl.lora import adapter_tensors, repeated_tensors
+from beam_rl.lora import adapter_modules, sync_shapes
 from beam_rl.plan import memory
 from beam_rl.plan.case import Case
 from beam_rl.plan.work import forward_flops
@@ -33,7 +33,9 @@ class Shares:
     nvme_slowdown: float = 1.15  # an update's time over the disk's own: docs/nvme.md
     decode_step_s: float = 0.0008  # launches and waits a step that no byte explains: assumed
     collective_s: float = 12e-6  # of one all-reduce of a decode step within a node: assumed
-    load_s: float = 0.0004  # of a call of vLLM's loader, and of an adapter's tensor: docs/placement.md
+    load_s: float = 0.0004  # of a call of vLLM's loader, and of an adapter's tensor or stack: docs/placement.md
+    bind_s: float = 0.00004  # for vLLM to take an adapter's matrix: docs/sync.md
+    digest_bytes_per_s: float = 1.8e9  # SHA-256 of an adapter, once at each end: one core of an AMD EPYC
     tensor_s: float = 0.00006  # to pack, receive and stack an expert's tensor: docs/sync.md
 
 
@@ -160,10 +162,8 @@ def sync_size(case: Case) -> tuple[int, int]:
     """Bytes and tensors of one sync."""
     config, value = case.config, case.value_bytes
     if case.adapter is not None:
-        shapes = adapter_tensors(case.adapter, config)
-        repeated = repeated_tensors(case.adapter, config)
-        sent = [math.prod(shape) for name, shape in shapes.items() if name not in repeated]
-        return value * sum(sent), len(sent)
+        sent = sync_shapes(case.adapter, config).values()
+        return value * sum(map(math.prod, sent)), len(sent)
     nbytes = 0.0
     for name, stored in case.model.tensors.items():
         mxfp8 = case.scheme is not None and case.scheme.has(name)
@@ -196,13 +196,14 @@ def sync_seconds(case: Case, shares: Shares) -> float:
         "gloo": min(shares.gloo_bytes_per_s, machine.network_bytes_per_s / workers),  # to each worker on its own
     }[transport(case)]
     gather = nbytes / (link * shares.sync_bandwidth) if len(case.shapes) > 1 else 0.0
-    return max(gather, nbytes / rate, _loading_seconds(case, shares, tensors))
+    return max(gather, nbytes / rate, _loading_seconds(case, shares, nbytes, tensors))
 
 
-def _loading_seconds(case: Case, shares: Shares, tensors: int) -> float:
-    """Of an engine's worker: what each tensor takes, whatever its size."""
+def _loading_seconds(case: Case, shares: Shares, nbytes: int, tensors: int) -> float:
+    """What each tensor takes, whatever its size; of an adapter also the digests that prove that it has arrived."""
     if case.adapter is not None:
-        return tensors * shares.load_s
+        matrices = sum(1 for _ in adapter_modules(case.adapter, case.config))
+        return tensors * shares.load_s + matrices * shares.bind_s + 2 * nbytes / shares.digest_bytes_per_s
     experts = [name for name in case.model.tensors if ".experts." in name]
     stacks = {re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in experts}  # each loaded in one call
     return len(experts) * shares.tensor_s + (tensors - len(experts) + len(stacks)) * shares.load_s

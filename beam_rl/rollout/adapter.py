@@ -6,14 +6,14 @@ nothing about transports, requests or versions; tensors have the checkpoint's na
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from beam_rl.adapter_stacks import tensor_in
 from beam_rl.checksum import tensor_digest
-from beam_rl.lora import Adapter, AdapterModule, adapter_modules, adapter_tensors, repeated_tensors
+from beam_rl.lora import Adapter, AdapterModule, adapter_modules, repeated_stacks, stack_of, sync_shapes
 from beam_rl.model_config import named_as_beams
 from beam_rl.rollout import compat
 from beam_rl.rollout.names import adapter_place
@@ -44,8 +44,8 @@ class Stage:
     """The tensors of one update, in the engine's dtype. Only what belongs to the adapter is kept."""
 
     def __init__(self, adapter: Adapter, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-        self.repeated = repeated_tensors(adapter, config)
-        self.shapes = {n: s for n, s in adapter_tensors(adapter, config).items() if n not in self.repeated}
+        self.repeated = repeated_stacks(adapter, config)
+        self.shapes = sync_shapes(adapter, config)
         self.dtype = dtype
         self.tensors: dict[str, Tensor] = {}
         self.problem: str | None = None
@@ -96,11 +96,11 @@ class HeldAdapter:
         return Stage(self.adapter, self.config, compat.adapter_dtype(self.runner))
 
     def swap(self, tensors: Mapping[str, Tensor], new_id: int) -> None:
-        """Puts a complete adapter in the place of the one held.
+        """Puts a complete adapter, by the names of `adapter_stacks`, in the place of the one held.
 
         Raises RuntimeError when vLLM bound it to other modules than it has: then the slot holds neither adapter.
         """
-        parts = [(m, tensors[m.a], tensors[m.b]) for m in self.modules]
+        parts = [(m, tensor_in(tensors, m.a), tensor_in(tensors, m.b)) for m in self.modules]
         bound = compat.swap_adapter(self.runner, self.id, new_id, parts)
         self.id = new_id
         wanted = {module for module, _, _ in self.places}
@@ -114,15 +114,14 @@ class HeldAdapter:
         """
         slot = compat.slot_of_adapter(self.runner, self.id)
         found: dict[str, str] = {}
-        for name, modules in groupby(zip(self.modules, self.places, strict=True), key=lambda pair: pair[1][0]):
-            held: dict[int, tuple[Tensor, Tensor]] = {}  # of all experts, by the module's adapter
-            for module, (_, part, expert) in modules:
-                if part not in held:
-                    a, b = self.slots[name][part]
-                    shape_a, shape_b = self._shapes(module, expert)
-                    held[part] = compat.whole(a[slot], shape_a), compat.whole(b[slot], shape_b)
-                a, b = held[part]
-                found[module.a], found[module.b] = tensor_digest(a[expert or 0]), tensor_digest(b[expert or 0])
+        for module, (name, part, expert) in zip(self.modules, self.places, strict=True):
+            if expert:
+                continue  # in the stack of the layer's first
+            for tensor, shape, half in zip(
+                self.slots[name][part], self._shapes(module, expert), (module.a, module.b), strict=True
+            ):
+                whole = compat.whole(tensor[slot], shape)
+                found[stack_of(half)] = tensor_digest(whole[0] if expert is None else whole)
         return found
 
     def _shapes(self, module: AdapterModule, expert: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
