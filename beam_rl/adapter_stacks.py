@@ -28,8 +28,10 @@ def stacked(tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) ->
         stack = coming.setdefault(stack_of(name), {})
         stack[int(found[1])] = tensor
         if len(stack) == experts_of(config):
-            yield stack_of(name), torch.stack([stack[expert] for expert in sorted(stack)])
-            del coming[stack_of(name)]
+            whole = torch.stack([stack[expert] for expert in sorted(stack)])
+            del coming[stack_of(name)], stack
+            yield stack_of(name), whole
+            del whole
     for name, stack in coming.items():
         raise ValueError(f"{name}: {len(stack)} experts of {experts_of(config)} are there")
 

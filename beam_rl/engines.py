@@ -464,32 +464,35 @@ class Engines:
 
     def forget_prefixes(self) -> None:
         """Empties the prefix caches, so that what comes next does not hang on what was sampled before."""
-        self._ask_serving(lambda _: ("forget_prefixes",))
+        serving = [slot for slot in self.slots if slot.state == "serving"]
+        self._ask_all(serving, lambda _: ("forget_prefixes",))
 
     def begin_traces(self) -> list[str]:
         """Has the engines that serve record what they do next: of their own steps, `rollout.profile.engine_steps`.
 
         Returns what kept some from it.
         """
-        self._traced = {slot.index: slot.actor for slot in self.slots if slot.state == "serving"}
-        answers = self._ask_serving(lambda _: ("begin_trace", self.recipe.rollout.profile.engine_steps))
-        return [f"engine {i}: {answer}" for i, answer in answers.items() if answer]
+        serving = [slot for slot in self.slots if slot.state == "serving"]
+        actors = {slot.index: slot.actor for slot in serving}
+        answers = self._ask_all(serving, lambda _: ("begin_trace", self.recipe.rollout.profile.engine_steps))
+        self._traced = {i: actors[i] for i, problem in answers.items() if problem is None}
+        return [f"engine {i}: {problem}" for i, problem in answers.items() if problem]
 
     def end_traces(self, path: Path) -> list[str]:
         """Writes PATH_engine_E.json for each, a table beside it; returns what kept some from being written."""
+        there = [self.slots[i] for i, actor in self._traced.items() if self.slots[i].actor is actor]
+        answers = self._ask_all(there, lambda slot: ("end_trace", f"{path}_engine_{slot.index}"))
         lost = [i for i, actor in self._traced.items() if self.slots[i].actor is not actor]
-        answers = self._ask_serving(lambda slot: ("end_trace", f"{path}_engine_{slot.index}"), but=lost)
-        return [f"engine {i}: {answer}" for i, answer in answers.items() if answer] + [
+        return [f"engine {i}: {problem}" for i, problem in answers.items() if problem] + [
             f"engine {i} was lost meanwhile" for i in lost
         ]
 
-    def _ask_serving(self, call: Callable[[Slot], tuple[Any, ...]], but: Sequence[int] = ()) -> dict[int, Any]:
-        """The answers, by index, of the engines that serve to a method with arguments."""
+    def _ask_all(self, slots: Sequence[Slot], call: Callable[[Slot], tuple[Any, ...]]) -> dict[int, Any]:
+        """The answers, by index, of these engines to a method with arguments; None of those that are lost in it."""
 
         async def ask() -> dict[int, Any]:
-            asked = [slot for slot in self.slots if slot.state == "serving" and slot.index not in but]
-            answers = await asyncio.gather(*(self._ask(slot, *call(slot)) for slot in asked))
-            return {slot.index: answer for slot, answer in zip(asked, answers, strict=True)}
+            answers = await asyncio.gather(*(self._ask(slot, *call(slot)) for slot in slots))
+            return {slot.index: answer for slot, answer in zip(slots, answers, strict=True)}
 
         return self._wait(ask())
 

@@ -150,7 +150,7 @@ class Run:
         """Closes the folder; what ended the run goes to log.txt first.
 
         Raises:
-            SaveError: what ended the run is a full disk, whatever write has met it.
+            SaveError: the disk is full, whatever write has met it; not where the run has ended of something else before.
         """
         if isinstance(error, KeyboardInterrupt):
             LOGGER.warning("interrupted")
@@ -159,12 +159,15 @@ class Run:
         elif error is not None:
             LOGGER.error("ended", exc_info=error)
             error.add_note(f"(traceback in {self.folder / 'log.txt'})")
+        try:
+            self.close()
+        except OSError as closing:  # the disk refuses what was still to be written
+            error = error or closing
         if isinstance(error, OSError) and full(error):
-            with contextlib.suppress(OSError):  # files refuse what is still to be written once more
-                self.close()
             where = error.filename or f"a file, most likely in {self.folder}"
             raise SaveError(f"can't write {where}: {DISK_FULL}; {self._kept()}") from error
-        self.close()
+        if error is not None and kind is None:
+            raise error
 
     def close(self) -> None:
         """Lets go of the folder. A second call does nothing."""

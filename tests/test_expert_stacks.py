@@ -65,6 +65,14 @@ def test_a_stack_is_loaded_once_all_of_its_experts_have_come(experts: Experts) -
     assert list(stacks.others([(f"{LAYER}.3.gate_proj.weight", weight(3))])) == [] and len(experts.loaded) == 1
 
 
+@pytest.mark.parametrize("wrong", [weight(1), weight(3, (1, 3))], ids=["twice", "another shape"])
+def test_an_expert_that_does_not_fit_its_stack_fails_the_update(experts: Experts, wrong: Tensor) -> None:
+    expert = 1 if wrong.shape == (4, 3) else 3
+    name = f"{LAYER}.{expert}.gate_proj.weight"
+    with pytest.raises(ValueError, match=f"{name} came twice, or in another shape"):
+        list(ExpertStacks(experts).others([(f"{LAYER}.1.gate_proj.weight", weight(1)), (name, wrong)]))
+
+
 def test_a_loader_that_does_not_take_a_stack_fails_the_update(experts: Experts) -> None:
     experts.takes = False
     both = [(f"{LAYER}.{expert}.down_proj.weight", weight(expert, (3, 4))) for expert in (1, 3)]

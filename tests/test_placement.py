@@ -224,6 +224,10 @@ def test_a_port_at_an_address_that_is_not_this_machines_is_an_error() -> None:
         (("cluster.placement=colocated", "rollout.pace=asynchronous"), "rollout.pace = asynchronous: .* disaggregated"),
         (("cluster.placement=colocated", "rollout.pace=one_step_off"), "rollout.pace = one_step_off: .* disaggregated"),
         (("rollout.parallel.tp=4", "rollout.parallel.ep=2"), "rollout.parallel.ep = 2: .* use 4 or 1"),
+        (
+            ("rollout.parallel.dp=2", "rollout.parallel.ep=2", "model.lora.rank=8"),
+            "rollout.parallel.dp = 2 and ep = 2: with model.lora .* use dp = 1",
+        ),
     ],
 )
 def test_what_cannot_be_together_is_refused_by_its_keys(overrides: tuple[str, ...], message: str) -> None:

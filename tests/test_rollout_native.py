@@ -164,7 +164,7 @@ async def sample_everything(folder: Path, logs: Path, weights: Tensors) -> dict[
     on_mxfp8 = Served(folder, logs, ADAPTER, scheme)
     await on_mxfp8.start()
     for kind in KINDS:
-        await on_mxfp8.load(make_adapter(config, kind).items())
+        await on_mxfp8.load(stacked(make_adapter(config, kind).items(), config))
         found[kind]["on mxfp8"] = await on_mxfp8.firsts()
     await on_mxfp8.engine.stop()
     return found

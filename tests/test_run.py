@@ -412,6 +412,21 @@ def test_a_disk_filled_by_anything_else_says_what_is_kept_too(
     shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("reason", [SaveError("first"), RunError("first"), KeyboardInterrupt("first"), None])
+def test_what_ended_a_run_is_told_though_the_disk_stays_full(small_disk: Path, reason: BaseException | None) -> None:
+    """Also log.txt's last lines find no room when it is closed; a run that ends well has failed then."""
+    folder = small_disk / "still full"
+    told = pytest.raises(type(reason or SaveError("")), match="first" if reason else "the disk is full")
+    with told, Run.open(folder, RECIPE) as run:
+        with pytest.raises(OSError):
+            (folder / "filler").write_bytes(bytes(2_000_000))
+        run._metrics.write("x" * 5000)  # as a line that was cut off
+        logging.getLogger("beam_rl.anything").warning("x" * 5000)
+        if reason:
+            raise reason
+    shutil.rmtree(folder)
+
+
 REFUSED = """
 import resource, sys
 from pathlib import Path

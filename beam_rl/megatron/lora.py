@@ -65,7 +65,7 @@ class Piece:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Its tensors in HF form, in the order in which they travel; a shared A once."""
+        """Its tensors in HF form, in the order in which they leave the trainer; a shared A once."""
         found: dict[str, tuple[int, int]] = {}
         for first, *rest in self.matrices:
             found[first.a] = (first.rank, first.inputs)

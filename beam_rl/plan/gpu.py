@@ -188,14 +188,14 @@ def libraries_bytes(case: Case) -> int:
 
 
 def largest_synced(case: Case) -> int:
-    """Bytes of the largest tensor that a sync sends: embedding and head, or of an adapter at most an expert piece."""
+    """Bytes of the largest tensor that a sync sends, embedding or head; of an adapter, what is held of a layer's experts."""
     config = case.config
     if case.adapter is None:
         return case.value_bytes * config["vocab_size"] * config["hidden_size"]
-    p = case.recipe.trainer.parallel
     wide = max(config["num_attention_heads"] * config["head_dim"], config["intermediate_size"])
-    experts = config["num_experts"] // p.ep * case.adapter.expert_rank
-    each = config["hidden_size"] + 2 * config["moe_intermediate_size"]
+    experts = config["num_experts"] * case.adapter.expert_rank
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    each = hidden + 2 * inner + max(hidden, inner)  # gate and up, and the stack that is made of a part of them
     return case.value_bytes * max(case.adapter.rank * wide * 2, experts * each)
 
 

@@ -66,6 +66,11 @@ def _lora(recipe: "Recipe") -> Iterator[str]:
             yield f"rollout.checkpoint = {engines}: its weights have a form, and MXFP8 would be another; use one of them"
     if recipe.model.lora is None:
         return
+    if (p := recipe.rollout.parallel).dp > 1 and p.ep > 1:
+        yield (
+            f"rollout.parallel.dp = {p.dp} and ep = {p.ep}: with model.lora an engine's experts are spread over tp workers "
+            "alone; use dp = 1, and rollout.engines for more"
+        )
     targets = recipe.model.lora.targets
     if not targets:
         yield "model.lora.targets = []: name at least one, or leave out model.lora to train all weights"

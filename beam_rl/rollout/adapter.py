@@ -1,7 +1,7 @@
 """The adapter in one of vLLM's workers: received in pieces, checked as a whole, swapped in, and read back.
 
 Promises that a refused adapter changes nothing: everything is checked before the running adapter is touched. Knows
-nothing about transports, requests or versions; tensors have the checkpoint's names (`beam_rl.lora`).
+nothing about transports, requests or versions; tensors have the names of `beam_rl.lora.sync_shapes`.
 """
 
 from collections.abc import Iterable, Mapping

@@ -337,7 +337,7 @@ class ExpertLayer:
         """Loads (local experts, outputs, inputs), not yet cut for tensor parallelism, into a part of the parameter.
 
         shard: w1 (gate), w2 (down) or w3 (up). vLLM (0.32, 0.33) takes three dimensions for all local experts, whichever
-        of them is named. Raises RuntimeError where it does not.
+        of them is named. Raises RuntimeError where it does not, as in a layer that has all of its weights already.
         """
         parameter: Any = self.parameter(name)
         loaded = parameter.weight_loader(

@@ -60,7 +60,12 @@ class ExpertStacks:
         if key not in self.coming:
             self.coming[key] = tensor.new_empty((len(layer.places), *tensor.shape))
             self.left[key] = set(layer.places)
-        self.coming[key][layer.places[expert]].copy_(tensor)
+        place = self.coming[key][layer.places[expert]]
+        if expert not in self.left[key] or place.shape != tensor.shape:
+            raise ValueError(
+                f"weight sync: {'.'.join(map(str, found.groups()))} came twice, or in another shape than the others"
+            )
+        place.copy_(tensor)
         self.left[key].discard(expert)
         if not self.left[key]:
             del self.left[key]

@@ -63,6 +63,7 @@ class Extension:
         """Forgets an update of all weights that was left half way; the model may be a mixture of two versions."""
         from beam_rl.rollout import compat
 
+        self.weight_transfer_engine.forget()
         compat.abandon_weight_update(self)
 
     def begin_adapter(self) -> None:

@@ -29,16 +29,18 @@ class Traces:
         return None
 
     async def end(self, llm: Any, path: str) -> str | None:
-        """Brings the workers' traces, for Perfetto, to PATH.json, or PATH_worker_W.json each, and the tables of what took
-        longest to .txt. Returns what kept one from being there, if anything did.
+        """Brings the trace, for Perfetto, to PATH.json and the table of what took longest to PATH.txt; of several workers
+        each to PATH_WORKER, by vLLM's name of it. Returns what kept one from being there, if anything did.
         """
+        workers = self.settings.parallel.workers
         try:
             await llm.stop_profile()
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             whole = [file for file in self._files() if file.suffix == ".json" and _is_whole(file)]
-            for i, trace in enumerate(whole):
-                to = f"{path}_worker_{i}" if len(whole) > 1 else path
-                table = trace.with_name(f"{trace.name.partition('.')[0]}.profiler_out.txt")
+            for trace in whole:
+                worker = trace.name.partition(".")[0]
+                to = path + worker.removeprefix(self.prefix) if workers > 1 else path
+                table = trace.with_name(f"{worker}.profiler_out.txt")
                 shutil.move(trace, f"{to}.json")
                 if table.exists():  # vLLM fails at some
                     shutil.move(table, f"{to}.txt")
@@ -46,7 +48,7 @@ class Traces:
                 rest.unlink()
         except Exception as error:
             return f"{path}.json could not be written: {reason(error)}"
-        if len(whole) < (workers := self.settings.parallel.workers):
+        if len(whole) < workers:
             return (
                 f"{path}.json: {workers - len(whole)} of {workers} traces are missing; {self.settings.log} may say why"
             )

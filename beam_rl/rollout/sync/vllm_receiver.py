@@ -81,6 +81,11 @@ class WeightReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
             yield name, tensor
             del tensor
 
+    def forget(self) -> None:
+        """Lets go of what has come of an update that was left half way."""
+        if self.stacks is not None:
+            self.stacks.begin()
+
     def finish_weight_update(self) -> None:
         config, scheme = self.model_config.hf_config.to_dict(), of_config(self.vllm_config)
         names = checkpoint_shapes(config) if is_beam(config) else stored_names(Path(self.model_config.model), config)
