@@ -238,7 +238,11 @@ def test_a_file_that_may_not_be_so_large_is_one_line_at_the_start(tmp_path: Path
     assert not (tmp_path / MANIFEST).exists() and not (tmp_path / "generation_0").exists()
 
 
-def test_a_full_disk_is_one_line_at_the_start(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_at_the_start_and_nobody_else_meets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is taken that does not fit: it would leave others no room for a while."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: pytest.fail("takes what there is"))
     free = shutil.disk_usage(tmp_path).free
     numel = free // 12 + 2**30
     too_large = plan([Shard("w", (numel,), 0, numel, 0, True)], 2**30, torch.float32)

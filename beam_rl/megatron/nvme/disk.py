@@ -70,7 +70,7 @@ class File:
             if not named:
                 path.unlink()
             if create and nbytes:
-                os.posix_fallocate(self._fd, 0, nbytes)
+                _reserve(self._fd, nbytes)
         except OSError as error:
             if create and self._fd >= 0:
                 path.unlink(missing_ok=True)
@@ -146,6 +146,14 @@ class File:
             errno.EFBIG: f"files of {self.nbytes / 1e9:.3g} GB are not allowed here",
         }.get(error.errno or 0, os.strerror(error.errno or 0))
         return f"{KEY}: can't {verb} {self.path}: {reason}"
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Takes a file's space. Asks first: a try that fails fills the disk until then, and whoever writes meanwhile fails."""
+    disk = os.fstatvfs(fd)
+    if nbytes > disk.f_bavail * disk.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.posix_fallocate(fd, 0, nbytes)
 
 
 def checksum(sums: list[int]) -> str:
