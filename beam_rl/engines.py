@@ -295,10 +295,7 @@ class Engines:
     def all_alive(self) -> bool:
         """Asks every engine; one that does not answer is lost, and starting anew."""
 
-        async def ask() -> None:
-            await asyncio.gather(*(self._ask(slot, "alive") for slot in self.slots if slot.state != "starting"))
-
-        self._wait(ask())
+        self._ask_all([slot for slot in self.slots if slot.state != "starting"], lambda _: ("alive",))
         return all(slot.state != "starting" for slot in self.slots)
 
     def kill(self) -> None:
@@ -505,11 +502,7 @@ class Engines:
         while todo := [slot for slot in self.slots if slot.actor not in done]:
             self._await_starts()
             actors = [slot.actor for slot in todo]
-
-            async def ask(slots: list[Slot] = todo) -> None:
-                await asyncio.gather(*(self._ask(slot, method, *args) for slot in slots))
-
-            self._wait(ask())
+            self._ask_all(todo, lambda _: (method, *args))
             done |= {actor for slot, actor in zip(todo, actors, strict=True) if slot.actor is actor}
 
     def _await_starts(self) -> None:

@@ -62,9 +62,7 @@ class ExpertStacks:
             self.left[key] = set(layer.places)
         place = self.coming[key][layer.places[expert]]
         if expert not in self.left[key] or place.shape != tensor.shape:
-            raise ValueError(
-                f"weight sync: {'.'.join(map(str, found.groups()))} came twice, or in another shape than the others"
-            )
+            raise ValueError(f"weight sync: {found[0]} came twice, or in another shape than the others")
         place.copy_(tensor)
         self.left[key].discard(expert)
         if not self.left[key]:
