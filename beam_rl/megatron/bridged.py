@@ -48,7 +48,6 @@ UNBALANCED: dict[str, Any] = dict(
     moe_expert_capacity_factor=None,
     moe_token_dispatcher_type="alltoall",
     moe_router_fusion=False,
-    moe_permute_fusion=False,
     moe_shared_expert_overlap=False,
     mtp_num_layers=None,
     apply_rope_fusion=False,

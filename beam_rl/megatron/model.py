@@ -21,6 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -116,6 +117,7 @@ def runtime_fields(dtype: torch.dtype) -> dict[str, Any]:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        moe_permute_fusion=te,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -256,16 +258,17 @@ class BeamSequentialMLP(SequentialMLP):
 
 
 class BeamGroupedMLP(TEGroupedMLP):
-    """The same by Transformer Engine, all together; in MXFP8 each expert's tokens are padded to whole blocks."""
+    """The same by Transformer Engine, all together, and without the router's weights: `BeamMoELayer` sums by them.
 
-    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+    In MXFP8 each expert's tokens are padded to whole blocks.
+    """
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, _weights: Tensor) -> tuple[Tensor, None]:
         counts = tokens_per_expert.tolist()
-        if self.config.fp8:
-            padded, padded_counts = self.quantization_padding(tokens, counts)
-            out = self.quantization_unpadding(_gated(self, padded, padded_counts), counts)
-        else:
-            out = _gated(self, tokens, counts)
-        return out * weights.unsqueeze(-1), None
+        if not self.config.fp8:
+            return _gated(self, tokens, counts), None
+        padded, padded_counts = self.quantization_padding(tokens, counts)
+        return self.quantization_unpadding(_gated(self, padded, padded_counts), counts), None
 
 
 class BeamMoELayer(MoELayer):
@@ -281,15 +284,22 @@ class BeamMoELayer(MoELayer):
     def _forward(self, hidden: Tensor, routes: Tensor | None, agreement: Agreement | None) -> Tensor:
         dtype = hidden.dtype
         weights, chosen = self.router(hidden, routes, agreement)
-        hidden, weights = self.preprocess(hidden, weights, chosen)
-        hidden, weights = self.dispatch(hidden, weights)
-        out, _ = self.routed_experts_compute(hidden, weights)
-        if compat.has_transformer_engine():
-            # As vLLM's kernel on a GPU, which stores each weighted output in BF16; it also halves what experts send.
-            # On a CPU vLLM, like transformers, keeps the products in FP32.
-            out = out.to(dtype)
-        out = self.postprocess(self.combine(out).float(), None)  # the sum over experts, in FP32
-        return out.to(dtype) * self.config.routed_scaling_factor
+        hidden, sent_weights = self.preprocess(hidden, weights, chosen)
+        hidden, sent_weights = self.dispatch(hidden, sent_weights)
+        out, _ = self.routed_experts_compute(hidden, sent_weights)
+        return self._sum(self.combine(out), weights).to(dtype) * self.config.routed_scaling_factor
+
+    def _sum(self, out: Tensor, weights: Tensor) -> Tensor:
+        """Of each token's experts, in FP32; on a GPU by one kernel with the router's weights.
+
+        There vLLM rounds each weighted output to BF16, from a product that it had in FP32 and the kernel here has in BF16:
+        either way one rounding of each. On a CPU the experts have multiplied by the weights, and nothing is rounded.
+        """
+        if not compat.has_transformer_engine():
+            return self.postprocess(out.float(), None)
+        to = self.token_dispatcher
+        order, shape = to.reversed_local_input_permutation_mapping, to.hidden_shape_before_permute
+        return unpermute(out, order, shape, probs=weights, routing_map=to.routing_map, fused=True).view(to.hidden_shape)
 
 
 # --- layers -----------------------------------------------------------------------------------------------
