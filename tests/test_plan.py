@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from beam_rl.checkpoint_shapes import checkpoint_shapes
 from beam_rl.cli import app
 from beam_rl.errors import InputError
+from beam_rl.megatron.logprobs import PARTS as OF_VOCABULARY
 from beam_rl.megatron.logprobs import workspace_bytes
 from beam_rl.model_config import full_config
+from beam_rl.plan.activations import HEAD_PARTS
 from beam_rl.plan.case import Case, case_of
 from beam_rl.plan.gpu import logit_bytes
 from beam_rl.plan.hardware import TABLE, find
@@ -241,4 +243,4 @@ def test_a_logit_takes_as_much_as_the_head_says(precision: str, where: str, nume
     case = case_of(recipe("tiny_cpu", f"trainer.precision={precision}", f"trainer.numerics={numerics}", *gpu))
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     assert case.on_gpus == (where == "cuda")
-    assert logit_bytes(case) == workspace_bytes(dtype, torch.device(where), numerics)
+    assert logit_bytes(case) == workspace_bytes(dtype, torch.device(where), numerics) and HEAD_PARTS == OF_VOCABULARY

@@ -132,3 +132,28 @@ def test_copy_has_the_checksum_of_its_bytes_from_any_address(size: int, shift: i
     copy = torch.empty(size, dtype=torch.uint8)
     assert copy_with_checksum(data, copy) == checksum(data.clone())
     assert torch.equal(copy, data)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_tensors_that_a_gpu_makes_late_and_frees_early_are_packed_as_they_were() -> None:
+    """Slow work keeps the GPU behind, and a tensor's memory is the next one's as soon as that is asked for."""
+    size, count = 2**22, 24
+    device = torch.device("cuda", 0)
+    slow = torch.randn(4096, 4096, device=device)
+
+    def made() -> Iterator[tuple[str, Tensor]]:
+        for _ in range(20):
+            torch.mm(slow, slow)
+        for number in range(count):
+            yield str(number), torch.full((size,), float(number), device=device)
+
+    buffers = [torch.empty(5 * 4 * size, dtype=torch.uint8, device=device) for _ in range(5)]
+    seen = {
+        entry.name: buffers[packed.number][entry.offset :][: entry.nbytes].view(torch.float32).aminmax()
+        for packed in pack(made(), iter(buffers))
+        for entry in packed.entries
+    }
+    assert {name: (low.item(), high.item()) for name, (low, high) in seen.items()} == {
+        str(number): (number, number) for number in range(count)
+    }

@@ -1,9 +1,10 @@
 """Log-probabilities and entropies of given tokens, straight from the final hidden states.
 
 The logits of all tokens never exist at once: the head, the softcap, the temperature and the log-softmax run over chunks
-of tokens, and the backward pass computes each chunk again. With a tensor-parallel group the vocabulary is cut over its
-ranks, and what they exchange is four numbers a token. What lies between the head's product and the softmax's sums is a
-kernel on a GPU, plain torch elsewhere. Knows nothing about Megatron.
+of tokens, and the backward pass computes them again; on a GPU of four chunks' tokens and a quarter of the vocabulary at a
+time, so that the head's gradient is read and written a quarter as often. With a tensor-parallel group the vocabulary is
+cut over its ranks, and what they exchange is four numbers a token. What lies between the head's product and the softmax's
+sums is a kernel on a GPU, plain torch elsewhere. Knows nothing about Megatron.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from beam_rl.megatron.kernels import covers
 from beam_rl.megatron.kernels import head as kernels
 
 Numerics = Literal["engine", "reference", "fp32_head"]
+PARTS = 4  # of the vocabulary, one after the other in a GPU's backward pass, for as many chunks of tokens together
+WHOLE_COLUMNS = 64  # a part is a multiple of it: matrix products want their rows to begin at whole memory lines
 
 
 def token_logprobs(
@@ -36,9 +39,9 @@ def token_logprobs(
     """Natural-log probability of each target and the entropy of each distribution.
 
     Beyond its inputs, results and gradients a call holds `chunk_tokens` × vocabulary (the rank's part of it) ×
-    `workspace_bytes(dtype, device, numerics)`, forward and backward. The gradient of `head` adds up in FP32, in
-    `head_gradient` or in memory of its own; for a BF16 head on a CPU each chunk's share exists beside it in BF16. A frozen
-    head costs neither.
+    `workspace_bytes(dtype, device, numerics)`, forward and backward, and backward a chunk's gradient of `hidden` in FP32, on
+    a GPU that of `PARTS` chunks. The gradient of `head` adds up in FP32, in `head_gradient` or in memory of its own; for a
+    BF16 head on a CPU each chunk's share exists beside it in BF16. A frozen head costs neither.
 
     With `tp_group` every rank calls with the same `hidden` and `targets` and gets the same results, bit for bit. The
     gradient of `hidden` is the whole one on every rank: **it is summed over the group here**, so nothing upstream may
@@ -139,8 +142,8 @@ class _Options:
     head_gradient: Tensor | None
     first: int  # the lowest token id in this rank's part of the vocabulary
 
-    def chunks(self, tokens: int) -> Iterator[slice]:
-        return (slice(i, min(i + self.chunk_tokens, tokens)) for i in range(0, tokens, self.chunk_tokens))
+    def chunks(self, tokens: int, together: int = 1) -> Iterator[slice]:
+        return _slices(tokens, self.chunk_tokens * together)
 
     def local(self, targets: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         """Row of `head` for each target (0 where another rank has it), and whether this rank has it."""
@@ -149,8 +152,14 @@ class _Options:
         return row.where(owned, 0), owned
 
 
+def _slices(n: int, size: int) -> Iterator[slice]:
+    return (slice(i, min(i + size, n)) for i in range(0, n, size))
+
+
 class _Softmax(Protocol):
     """The chunks' way from the head's product to the softmax and back, in buffers made once for all chunks of a pass."""
+
+    parts: int  # of the vocabulary, that a gradient is asked for
 
     def sums(self, hidden: Tensor, head: Tensor, row: Tensor) -> tuple[Tensor, ...]:
         """As `kernels.sums`."""
@@ -162,14 +171,17 @@ class _Softmax(Protocol):
 
 
 class _Fused:
+    parts = PARTS
+
     def __init__(self, hidden: Tensor, head: Tensor, options: _Options) -> None:
-        shape, wide = (min(options.chunk_tokens, len(hidden)), len(head)), options.wide_product
-        self.product = hidden.new_empty(shape, dtype=_wide(hidden.dtype) if wide else hidden.dtype)
-        self.out = hidden.new_empty(shape) if wide else self.product
+        rows, wide = min(options.chunk_tokens, len(hidden)), options.wide_product
+        size = rows * PARTS * _columns(len(head), PARTS)
+        self.product = hidden.new_empty(size, dtype=_wide(hidden.dtype) if wide else hidden.dtype)
+        self.out = hidden.new_empty(size) if wide else self.product
         self.form = options.softcap, options.temperature, options.rounded
 
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        return _product(hidden, head, self.product[: len(hidden)])
+        return _product(hidden, head, _matrix(self.product, hidden, head))
 
     def sums(self, hidden: Tensor, head: Tensor, row: Tensor) -> tuple[Tensor, ...]:
         return kernels.sums(self._logits(hidden, head), row, *self.form)
@@ -177,13 +189,25 @@ class _Fused:
     def gradient(
         self, hidden: Tensor, head: Tensor, row: Tensor, highest: Tensor, total: Tensor, upstream: Tensor, at: Tensor
     ) -> Tensor:
-        logits, out = self._logits(hidden, head), self.out[: len(hidden)]
+        logits, out = self._logits(hidden, head), _matrix(self.out, hidden, head)
         return kernels.gradient(logits, row, *self.form, highest, total, upstream, at, out)
+
+
+def _matrix(buffer: Tensor, hidden: Tensor, head: Tensor) -> Tensor:
+    """(tokens, vocabulary) in the buffer, from its beginning and without gaps."""
+    return buffer[: len(hidden) * len(head)].view(len(hidden), len(head))
+
+
+def _columns(vocabulary: int, parts: int) -> int:
+    """Of a part of the vocabulary; the last one may have fewer."""
+    return -(-vocabulary // (parts * WHOLE_COLUMNS)) * WHOLE_COLUMNS
 
 
 class _Plain:
     """Softcap and temperature are tensors of one element: dividing BF16 by one computes in FP32 without a copy, and divides
     truly on every device (CUDA multiplies by the reciprocal of a plain number)."""
+
+    parts = 1
 
     def __init__(self, hidden: Tensor, head: Tensor, options: _Options) -> None:
         shape, wide = (min(options.chunk_tokens, len(hidden)), len(head)), _wide(hidden.dtype)
@@ -272,15 +296,20 @@ class _TokenLogprobs(torch.autograd.Function):
         at_target = upstream.where(owned, 0)
         sums = []
         softmax = _softmax(hidden, head, options)
-        for part in options.chunks(len(hidden)):
-            of_tokens = (each[part] for each in (row, highest, total, upstream, at_target))
-            grad = softmax.gradient(hidden[part], head, *of_tokens)
-            if grad_head is not None:
-                _add_product(grad_head, grad, hidden[part])
-            if grad_hidden is not None:
-                torch.mm(grad, head, out=grad_hidden[part])
+        vocabulary = list(_slices(len(head), _columns(len(head), softmax.parts)))
+        for tokens in options.chunks(len(hidden), softmax.parts):
+            of_tokens = [each[tokens] for each in (highest, total, upstream, at_target)]
+            of_hidden = torch.zeros_like(hidden[tokens], dtype=_wide(hidden.dtype)) if for_hidden else None
+            for columns in vocabulary:
+                grad = softmax.gradient(hidden[tokens], head[columns], row[tokens] - columns.start, *of_tokens)
+                if grad_head is not None:
+                    _add_product(grad_head[columns], grad.T, hidden[tokens])
+                if of_hidden is not None:
+                    _add_product(of_hidden, grad, head[columns])
+            if grad_hidden is not None and of_hidden is not None:
+                grad_hidden[tokens] = of_hidden
                 if options.tp_group is not None:  # goes on beside the next chunk
-                    sums.append(dist.all_reduce(grad_hidden[part], group=options.tp_group, async_op=True))
+                    sums.append(dist.all_reduce(grad_hidden[tokens], group=options.tp_group, async_op=True))
         for handle in sums:
             handle.wait()
         if grad_head is None or grad_head is options.head_gradient:
@@ -300,10 +329,10 @@ def _over_group(highest: Tensor, total: Tensor, weighted: Tensor, chosen: Tensor
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += aᵀ b, with `total` in FP32 whatever `a` and `b` are in."""
+    """total += a b, with `total` in FP32 whatever `a` and `b` are in."""
     if a.dtype == total.dtype:
-        total.addmm_(a.T, b)
+        total.addmm_(a, b)
     elif total.is_cuda:
-        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:  # no such product on CPUs
-        total += a.T @ b
+        total += a @ b

@@ -12,6 +12,7 @@ from typing import Literal
 FP32 = 4
 EXPERT_IMBALANCE = 1.3  # the busiest expert-parallel rank's tokens over the mean; there is no capacity limit
 ROUTER_BYTES = 20  # a token and expert: scores, weights, and the rows' places
+HEAD_PARTS = 4  # `megatron.logprobs.PARTS`
 HELD_BESIDE = 2  # layers' inputs that a pipeline stage has in send and receive buffers
 
 
@@ -87,12 +88,12 @@ def experts(sizes: Sizes, tokens: Tokens) -> float:
 
 
 def backward_peak(sizes: Sizes, tokens: Tokens, sparse: bool) -> float:
-    """Gradients alive at one time beside what is kept: of experts' weighted outputs, which are FP32, or of an MLP's inside,
-    and some of the residual stream's (plain torch: in FP32)."""
+    """Gradients alive at one time beside what is kept: of experts' outputs (plain torch: weighted, in FP32) and insides, or
+    of an MLP's inside, and some of the residual stream's (plain torch: in FP32)."""
     v, h = sizes.value_bytes, sizes.hidden
     stream = tokens.stream * 4 * (v if sizes.fused else FP32) * h
     if sparse:
-        return stream + tokens.routed * (2 * FP32 + v) * h
+        return stream + tokens.routed * (v * (h + 3 * sizes.expert) if sizes.fused else (2 * FP32 + v) * h)
     return stream + tokens.attended * (2 * FP32 + v) * sizes.dense
 
 
@@ -108,14 +109,15 @@ def beam_parts(sizes: Sizes, tokens: Tokens) -> "Parts":
 def head(
     sizes: Sizes, tokens: Tokens, norm_bytes: int, chunk_tokens: int, trainable: bool, workspace_bytes: int
 ) -> float:
-    """The final norm, the gathered hidden states and their gradient, one chunk of logits.
+    """The final norm, the gathered hidden states and their gradient, which adds up in FP32, one chunk of logits.
 
     The head's gradient goes straight to where Megatron adds them up; on a CPU each BF16 chunk's lies beside it first.
     """
     v, h = sizes.value_bytes, sizes.hidden
     of_head = v * sizes.vocabulary * h if trainable and v < FP32 and not sizes.fused else 0
     logits = min(chunk_tokens, tokens.scored) * sizes.vocabulary * workspace_bytes
-    return tokens.stream * norm_bytes + tokens.scored * 2 * v * h + of_head + logits
+    of_hidden = min(chunk_tokens * (HEAD_PARTS if sizes.fused else 1), tokens.scored) * FP32 * h
+    return tokens.stream * norm_bytes + tokens.scored * 2 * v * h + of_head + of_hidden + logits
 
 
 @dataclass(frozen=True)

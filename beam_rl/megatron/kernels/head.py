@@ -1,16 +1,25 @@
 """From the head's product to log-probabilities and entropies, and back: softcap, rounding, temperature, softmax.
 
 Forward, a row of logits is read once and leaves four numbers. Backward it is read once, and its gradient written in its
-place or beside it; what lies between is computed again. Bytes of a logit of b bytes: b forward, 2·b backward.
+place or beside it; what lies between is computed again. Bytes of a logit of b bytes: b forward, 2·b backward. A logit
+takes some twenty instructions each way, more time than its bytes: hence with `fp_fusion`, and no division.
 """
 
 import torch
 from torch import Tensor
 
-from beam_rl.megatron.kernels import rounded, store_rounded, tl, triton
+from beam_rl.megatron.kernels import INTERPRETED, rounded, store_rounded, tl, triton
 
 BLOCK, WARPS = 4096, 8  # values that a program takes at a time: of a row one after the other forward, one backward
 LOWEST = -1e30  # before there is a maximum; an infinity would make 0 · ∞
+
+
+@triton.jit
+def _reciprocal(x):
+    """To a unit in the last place: one instruction in the place of a division's six."""
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -18,7 +27,7 @@ def _tanh(x):
     """In FP32, to a part in a million; by its series where the usual form would lose what is small."""
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.1, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+    return tl.where(tl.abs(x) < 0.2, series, 1.0 - 2.0 * _reciprocal(tl.exp(2.0 * x) + 1.0))
 
 
 @triton.jit
@@ -26,7 +35,7 @@ def _as_softmax_sees(z, softcap, temperature, ROUND: tl.constexpr, SOFTCAP: tl.c
     """(logits, tanh(z / softcap)) of a block z of the head's product."""
     tanh = z
     if SOFTCAP:
-        tanh = _tanh(tl.div_rn(z, softcap))
+        tanh = _tanh(z * (1.0 / softcap))
         z = tanh * softcap
         if ROUND:
             z = rounded(z, tl.bfloat16)
@@ -36,35 +45,47 @@ def _as_softmax_sees(z, softcap, temperature, ROUND: tl.constexpr, SOFTCAP: tl.c
 
 
 @triton.jit
+def _counted(x, top, total, weighted):
+    """The softmax's sums with the logits x, each lane's own; what there is is corrected when x has a higher one."""
+    highest = tl.max(x, 0)
+    if highest > top:
+        down = top - highest
+        scale = tl.exp(down)
+        weighted = scale * (weighted + down * total)
+        total = scale * total
+        top = highest
+    shifted = x - top
+    exp = tl.exp(shifted)
+    return top, total + exp, weighted + shifted * exp
+
+
+@triton.jit
 def _forward_kernel(
     logits, rows, highest, total, weighted, chosen, vocabulary, softcap, temperature,
     ROUND: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """A token a program: the softmax's maximum and sums are corrected whenever a block has a higher logit."""
+    """A token a program."""
     token = tl.program_id(0).to(tl.int64)
-    line = logits + token * vocabulary
-    target = tl.load(rows + token)
+    line, lane = logits + token * vocabulary, tl.arange(0, BLOCK)
     top = tl.full((), LOWEST, tl.float32)
-    sum_, sum_weighted, at_target = top * 0.0, top * 0.0, top * 0.0
-    for start in tl.range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < vocabulary
-        z = tl.load(line + column, mask=inside, other=0.0).to(tl.float32)
+    sum_, sum_weighted = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    whole = vocabulary // BLOCK * BLOCK
+    for start in tl.range(0, whole, BLOCK):
+        z = tl.load(line + start + lane).to(tl.float32)
         x, _ = _as_softmax_sees(z, softcap, temperature, ROUND, SOFTCAP, TEMPERATURE)
-        at_target += tl.sum(tl.where(column == target, x, 0.0), 0)
-        new_top = tl.maximum(top, tl.max(tl.where(inside, x, LOWEST), 0))
-        down = top - new_top
-        scale = tl.exp(down)
-        sum_weighted, sum_ = scale * (sum_weighted + down * sum_), scale * sum_
-        shifted = x - new_top
-        exp = tl.where(inside, tl.exp(shifted), 0.0)
-        sum_ += tl.sum(exp, 0)
-        sum_weighted += tl.sum(shifted * exp, 0)
-        top = new_top
+        top, sum_, sum_weighted = _counted(x, top, sum_, sum_weighted)
+    if whole < vocabulary:
+        inside = whole + lane < vocabulary
+        z = tl.load(line + whole + lane, mask=inside, other=0.0).to(tl.float32)
+        x, _ = _as_softmax_sees(z, softcap, temperature, ROUND, SOFTCAP, TEMPERATURE)
+        top, sum_, sum_weighted = _counted(tl.where(inside, x, LOWEST), top, sum_, sum_weighted)
     tl.store(highest + token, top)
-    tl.store(total + token, sum_)
-    tl.store(weighted + token, sum_weighted)
-    tl.store(chosen + token, at_target)
+    tl.store(total + token, tl.sum(sum_, 0))
+    tl.store(weighted + token, tl.sum(sum_weighted, 0))
+    one = tl.arange(0, 1)
+    z = tl.load(line + tl.load(rows + token) + one).to(tl.float32)
+    x, _ = _as_softmax_sees(z, softcap, temperature, ROUND, SOFTCAP, TEMPERATURE)
+    tl.store(chosen + token + one, x)
 
 
 @triton.jit
@@ -74,13 +95,16 @@ def _backward_kernel(
 ):  # fmt: skip
     """A block of a token's logits a program. upstream: the gradient of the log-probability, by the temperature."""
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
     inside = column < vocabulary
     at = token * vocabulary + column
     z = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
     x, tanh = _as_softmax_sees(z, softcap, temperature, ROUND, SOFTCAP, TEMPERATURE)
-    share = tl.exp(x - tl.load(highest + token)) * (-tl.load(upstream + token) / tl.load(total + token))
-    grad = share + tl.where(column == tl.load(rows + token), tl.load(at_target + token), 0.0)
+    grad = tl.exp(x - tl.load(highest + token)) * (-tl.load(upstream + token) / tl.load(total + token))
+    target = tl.load(rows + token)
+    if (target >= first) & (target < first + BLOCK):
+        grad += tl.where(column == target, tl.load(at_target + token), 0.0)
     if SOFTCAP:
         grad *= 1.0 - tanh * tanh
     store_rounded(out + at, grad, inside)
@@ -100,7 +124,7 @@ def sums(
     out = logits.new_empty(4, len(logits), dtype=torch.float32)
     _forward_kernel[(len(logits),)](
         logits, row, *out, logits.size(1), softcap or 1.0, temperature,
-        **_kinds(softcap, temperature, round_), LOWEST=LOWEST, num_warps=WARPS, enable_fp_fusion=False,
+        **_kinds(softcap, temperature, round_), LOWEST=LOWEST, num_warps=WARPS,
     )  # fmt: skip
     return out[0], out[1], out[2], out[3]
 
@@ -126,7 +150,7 @@ def gradient(
     grid = (len(logits), triton.cdiv(logits.size(1), BLOCK))
     _backward_kernel[grid](
         logits, row, highest, total, upstream, at_target, out, logits.size(1), softcap or 1.0, temperature,
-        **_kinds(softcap, temperature, round_), num_warps=WARPS, enable_fp_fusion=False,
+        **_kinds(softcap, temperature, round_), num_warps=WARPS,
     )  # fmt: skip
     return out
 

@@ -69,6 +69,8 @@ def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor], check
         while start < whole or not start:
             rest = whole - start
             if buffer is not None and rest > len(buffer) - end:
+                if fast:
+                    fast.finish()
                 yield Bucket(number, tuple(entries), end, last=False)
                 number, end, entries, buffer = number + 1, 0, [], None
             if buffer is None:
@@ -87,6 +89,8 @@ def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor], check
             if not size:
                 break
         del tensor
+    if fast:
+        fast.finish()
     if entries:
         yield Bucket(number, tuple(entries), end, last=True)
 

@@ -1,4 +1,4 @@
-"""Copies within a GPU's memory without torch's views: for a bucket's dozen tensors they would outweigh the copies."""
+"""Copies within a GPU's memory, two at a time and without torch's views: those would outweigh a bucket's dozen copies."""
 
 import ctypes
 from functools import cache
@@ -10,20 +10,41 @@ WITHIN_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
 
 class DeviceCopies:
-    """Into one buffer on a GPU, in the stream that is current when this is made."""
+    """Into one buffer on a GPU, over two streams in turn: alone, the end of a copy and the next one's beginning leave the
+    memory idle, a sixth of the time for 20 MB each.
+
+    Each copy waits for what the current stream has been given so far, and no memory is used again before its copy is done.
+    """
 
     def __init__(self, buffer: Tensor) -> None:
-        self._copy, self._stream = _memcpy(), torch.cuda.current_stream(buffer.device).cuda_stream
-        self._start, self._device = buffer.data_ptr(), buffer.device
+        self._copy, self._start, self._device = _memcpy(), buffer.data_ptr(), buffer.device
+        self._current, self._streams = torch.cuda.current_stream(buffer.device), _streams(buffer.device)
+        self._ready, self._turn = torch.cuda.Event(), 0
+        for stream in self._streams:
+            buffer.record_stream(stream)
 
     def takes(self, tensor: Tensor) -> bool:
         return tensor.device == self._device and tensor.is_contiguous()
 
     def copy(self, tensor: Tensor, start: int, at: int, nbytes: int) -> None:
         """Begins to copy a tensor's bytes from `start` on to the buffer's from `at` on; RuntimeError if CUDA refuses."""
-        status = self._copy(self._start + at, tensor.data_ptr() + start, nbytes, WITHIN_DEVICE, self._stream)
+        stream, self._turn = self._streams[self._turn], 1 - self._turn
+        self._ready.record(self._current)
+        stream.wait_event(self._ready)
+        tensor.record_stream(stream)
+        status = self._copy(self._start + at, tensor.data_ptr() + start, nbytes, WITHIN_DEVICE, stream.cuda_stream)
         if status:
             raise RuntimeError(f"a copy of {nbytes} bytes within {self._device} failed: CUDA error {status}")
+
+    def finish(self) -> None:
+        """What the current stream is given from now on comes after the copies."""
+        for stream in self._streams:
+            self._current.wait_stream(stream)
+
+
+@cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 @cache
