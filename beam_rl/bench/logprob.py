@@ -118,7 +118,10 @@ def gemm_flops(tokens: int, hidden: int) -> int:
 
 
 def gemm_rate(case: Case) -> float:
-    """Floating-point operations a second in the head's GEMMs: logits and the two gradients, into memory at hand."""
+    """Floating-point operations a second in the head's GEMMs: logits and the two gradients, into memory at hand.
+
+    As many, one after the other, as all tokens need: a GPU soon slows down to the clock that its power allows.
+    """
     import torch
 
     from beam_rl.bench import measure
@@ -128,15 +131,17 @@ def gemm_rate(case: Case) -> float:
     hidden, head = hidden.detach(), head.detach()
     logits = hidden @ head.T
     grads = torch.empty_like(hidden), torch.empty_like(head)
+    times = max(1, case.tokens // GEMM_TOKENS)
 
     def gemms() -> None:
-        for _ in range(2):  # forward, and again in the backward pass
-            torch.mm(hidden, head.T, out=logits)
-        torch.mm(logits, head, out=grads[0])
-        torch.mm(logits.T, hidden, out=grads[1])
+        for _ in range(times):
+            for _ in range(2):  # forward, and again in the backward pass
+                torch.mm(hidden, head.T, out=logits)
+            torch.mm(logits, head, out=grads[0])
+            torch.mm(logits.T, hidden, out=grads[1])
 
     _, seconds = measure.peak_and_seconds(gemms, where)
-    return 4 * gemm_flops(len(hidden), case.hidden) / seconds
+    return times * 4 * gemm_flops(len(hidden), case.hidden) / seconds
 
 
 def run_chunked(case: Case) -> tuple[int, float]:

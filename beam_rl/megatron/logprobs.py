@@ -142,8 +142,8 @@ class _Options:
     head_gradient: Tensor | None
     first: int  # the lowest token id in this rank's part of the vocabulary
 
-    def chunks(self, tokens: int, together: int = 1) -> Iterator[slice]:
-        return _slices(tokens, self.chunk_tokens * together)
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        return _slices(tokens, self.chunk_tokens)
 
     def local(self, targets: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         """Row of `head` for each target (0 where another rank has it), and whether this rank has it."""
@@ -297,9 +297,11 @@ class _TokenLogprobs(torch.autograd.Function):
         sums = []
         softmax = _softmax(hidden, head, options)
         vocabulary = list(_slices(len(head), _columns(len(head), softmax.parts)))
-        for tokens in options.chunks(len(hidden), softmax.parts):
+        together = max(1, min(options.chunk_tokens * softmax.parts, len(hidden)))
+        added = hidden.new_empty(together, hidden.size(1), dtype=_wide(hidden.dtype)) if for_hidden else None
+        for tokens in _slices(len(hidden), together):
             of_tokens = [each[tokens] for each in (highest, total, upstream, at_target)]
-            of_hidden = torch.zeros_like(hidden[tokens], dtype=_wide(hidden.dtype)) if for_hidden else None
+            of_hidden = added[: tokens.stop - tokens.start].zero_() if added is not None else None
             for columns in vocabulary:
                 grad = softmax.gradient(hidden[tokens], head[columns], row[tokens] - columns.start, *of_tokens)
                 if grad_head is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from beam_rl.megatron.kernels import INTERPRETED, rounded, store_rounded, tl, triton
 
-BLOCK, WARPS = 4096, 8  # values that a program takes at a time: of a row one after the other forward, one backward
+BLOCK, WARPS = 2048, 4  # values that a program takes at a time: of a row one after the other forward, one backward
 LOWEST = -1e30  # before there is a maximum; an infinity would make 0 · ∞
 
 
