@@ -249,19 +249,15 @@ class BeamMLP(MLP):
 
 
 class BeamSequentialMLP(SequentialMLP):
-    """Experts one after the other, whose outputs, not activations, are multiplied by the router's weights; in FP32."""
+    """Experts one after the other, without the router's weights: `BeamMoELayer` sums by them."""
 
-    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, _weights: Tensor) -> tuple[Tensor, None]:
         parts = tokens.split(tokens_per_expert.tolist())
-        out = torch.cat([_gated(expert, part) for expert, part in zip(self.local_experts, parts, strict=True)])
-        return out * weights.unsqueeze(-1), None
+        return torch.cat([_gated(expert, part) for expert, part in zip(self.local_experts, parts, strict=True)]), None
 
 
 class BeamGroupedMLP(TEGroupedMLP):
-    """The same by Transformer Engine, all together, and without the router's weights: `BeamMoELayer` sums by them.
-
-    In MXFP8 each expert's tokens are padded to whole blocks.
-    """
+    """The same by Transformer Engine, all together; in MXFP8 each expert's tokens are padded to whole blocks."""
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, _weights: Tensor) -> tuple[Tensor, None]:
         counts = tokens_per_expert.tolist()
@@ -287,19 +283,20 @@ class BeamMoELayer(MoELayer):
         hidden, sent_weights = self.preprocess(hidden, weights, chosen)
         hidden, sent_weights = self.dispatch(hidden, sent_weights)
         out, _ = self.routed_experts_compute(hidden, sent_weights)
-        return self._sum(self.combine(out), weights).to(dtype) * self.config.routed_scaling_factor
+        return self._weighted_sum(self.combine(out), weights).to(dtype) * self.config.routed_scaling_factor
 
-    def _sum(self, out: Tensor, weights: Tensor) -> Tensor:
-        """Of each token's experts, in FP32; on a GPU by one kernel with the router's weights.
+    def _weighted_sum(self, out: Tensor, weights: Tensor) -> Tensor:
+        """Of each token's experts, not their activations; products and sum in FP32, on a GPU in one kernel.
 
-        There vLLM rounds each weighted output to BF16, from a product that it had in FP32 and the kernel here has in BF16:
-        either way one rounding of each. On a CPU the experts have multiplied by the weights, and nothing is rounded.
+        vLLM on a GPU rounds each weighted output to BF16, from a product that it had in FP32 and this has in BF16: either
+        way one rounding of each. On a CPU it rounds none, as transformers does, and each output is in BF16 on both sides.
         """
-        if not compat.has_transformer_engine():
-            return self.postprocess(out.float(), None)
-        to = self.token_dispatcher
+        to, fused = self.token_dispatcher, compat.has_transformer_engine()
         order, shape = to.reversed_local_input_permutation_mapping, to.hidden_shape_before_permute
-        return unpermute(out, order, shape, probs=weights, routing_map=to.routing_map, fused=True).view(to.hidden_shape)
+        out = out if fused else out.float()
+        return unpermute(out, order, shape, probs=weights, routing_map=to.routing_map, fused=fused).view(
+            to.hidden_shape
+        )
 
 
 # --- layers -----------------------------------------------------------------------------------------------
