@@ -29,58 +29,36 @@ def sender_waits() -> None:
     ipc.IpcSender.start = start  # type: ignore[method-assign]
 
 
-def two_streams() -> None:
-    """Every other copy goes through a second stream, so that one's end overlaps with the next one's beginning."""
-    copies = device_copy.DeviceCopies
-    make, copy, begin = copies.__init__, copies.copy, ipc.IpcSender.start
-    side: Any = torch.cuda.Stream()
+def streams(*chosen: str) -> Callable[[], None]:
+    """Copies go over these in turn: "current", or another's name."""
 
-    def init(self: Any, buffer: torch.Tensor) -> None:
-        make(self, buffer)
-        side.wait_stream(torch.cuda.current_stream())
-        self.streams, self.turn = (self._stream, side.cuda_stream), 0
+    def change() -> None:
+        made = {name: torch.cuda.Stream() for name in set(chosen) - {"current"}}
+        device_copy._streams = lambda device: tuple(  # type: ignore[assignment]
+            made.get(name) or torch.cuda.current_stream(device) for name in (chosen * 2)[:2]
+        )
 
-    def alternating(self: Any, *args: Any) -> None:
-        self._stream, self.turn = self.streams[self.turn % 2], self.turn + 1
-        copy(self, *args)
-
-    def start(self: ipc.IpcSender, slot: int, nbytes: int) -> None:
-        torch.cuda.current_stream().wait_stream(side)
-        begin(self, slot, nbytes)
-
-    copies.__init__, copies.copy = init, alternating  # type: ignore[method-assign]
-    ipc.IpcSender.start = start  # type: ignore[method-assign]
+    return change
 
 
-def one_launch() -> None:
-    """A bucket's tensors are kept until it is full, and copied by one kernel."""
-    pending: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    begin = ipc.IpcSender.start
+def unordered() -> None:
+    """Copies do not wait for what the current stream was given before: right for tensors that nobody is writing."""
 
     def copy(self: Any, tensor: torch.Tensor, start: int, at: int, nbytes: int) -> None:
-        pending[0].append(self.buffer[at : at + nbytes].view(torch.int64))
-        pending[1].append(tensor.view(-1).view(torch.int64)[start // 8 : (start + nbytes) // 8])
+        stream, self._turn = self._streams[self._turn], 1 - self._turn
+        self._copy(self._start + at, tensor.data_ptr() + start, nbytes, device_copy.WITHIN_DEVICE, stream.cuda_stream)
 
-    def init(self: Any, buffer: torch.Tensor) -> None:
-        self.buffer, self._device = buffer, buffer.device
-
-    def start(self: ipc.IpcSender, slot: int, nbytes: int) -> None:
-        torch._foreach_copy_(*pending)
-        for each in pending:
-            each.clear()
-        begin(self, slot, nbytes)
-
-    device_copy.DeviceCopies.__init__, device_copy.DeviceCopies.copy = init, copy  # type: ignore[method-assign]
-    ipc.IpcSender.start = start  # type: ignore[method-assign]
+    device_copy.DeviceCopies.copy = copy  # type: ignore[method-assign]
 
 
 WAYS: dict[str, tuple[Callable[[], None], ...]] = {
     "as it is": (),
+    "one stream": (streams("side"),),
+    "current stream alone": (streams("current"),),
+    "current and another": (streams("current", "side"),),
+    "current and another, unordered": (streams("current", "side"), unordered),
+    "unordered": (unordered,),
     "sender waits": (sender_waits,),
-    "two streams": (two_streams,),
-    "two streams, sender waits": (sender_waits, two_streams),
-    "one launch": (one_launch,),
-    "one launch, sender waits": (sender_waits, one_launch),
 }
 
 
