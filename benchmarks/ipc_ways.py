@@ -34,8 +34,10 @@ def streams(*chosen: str) -> Callable[[], None]:
 
     def change() -> None:
         made = {name: torch.cuda.Stream() for name in set(chosen) - {"current"}}
-        device_copy._streams = lambda device: tuple(  # type: ignore[assignment]
-            made.get(name) or torch.cuda.current_stream(device) for name in (chosen * 2)[:2]
+        device_copy._streams = (
+            lambda device: tuple(  # type: ignore[assignment]
+                made.get(name) or torch.cuda.current_stream(device) for name in (chosen * 2)[:2]
+            )
         )
 
     return change

@@ -8,8 +8,9 @@ shift 2
 mkdir -p "$out"
 export RAY_memory_monitor_refresh_ms=0 # several runs on one machine; each asks for little
 beam_rl() { python3 -m beam_rl "$@"; }
-# Several runs share the GPU: none sizes its KV cache by what the others leave free, and none updates in large portions.
-shared="rollout.gpu_memory_utilization=0.14 rollout.engine_args.kv_cache_memory_bytes=6000000000 trainer.token_budget=16384"
+# Several runs share the GPU: none sizes its KV cache by what the others leave free, and a mini-batch is one portion, but small.
+shared="rollout.gpu_memory_utilization=0.14 rollout.engine_args.kv_cache_memory_bytes=6000000000
+    rollout.prompts_per_step=40 trainer.token_budget=24576 eval.every=50 checkpoint.every=50"
 
 start() { # the warm start that all runs begin from; cached
     python3 - <<'PYTHON'
@@ -51,7 +52,7 @@ runs() { # all three kinds and the control, at one time
     run full full "$@"
     run lora lora "$@"
     run mxfp8 mxfp8 "$@"
-    run shuffled full verifier.shuffle=true "$@"
+    run shuffled full verifier.shuffle=true trainer.steps=25 "$@"
 }
 
 progress() { # a line a run; again and again
