@@ -56,6 +56,7 @@ class Comparison:
     gaps: dict[str, Gap]
     errors: dict[str, dict[Place, float]]  # by pair, in the order of computation
     departures: dict[str, Departure | None]  # by pair: the first sub-layer whose inputs don't explain its error
+    unseen: dict[str, list[str]]  # by side: sub-layers that it doesn't show, as kernels do that fuse several
     route_agreement: float | None  # None: of no pair of routers known
     sublayer_bound: float
     logprob_mean_bound: float
@@ -64,9 +65,31 @@ class Comparison:
     def first_departure(self) -> Departure | None:
         """The earliest of the pairs'."""
         found = [d for pair in PAIRS if (d := self.departures.get(pair))]
-        places = [place for errors in self.errors.values() for place in errors]
-        order = {place: i for i, place in enumerate(ordered(places))}
-        return min(found, key=lambda d: order[d.layer, d.sublayer], default=None)
+        order = self._places()
+        return min(found, key=lambda d: order.index((d.layer, d.sublayer)), default=None)
+
+    @property
+    def alone(self) -> str | None:
+        """The side that exactly two pairs have in common which depart where the first one does.
+
+        Where a side doesn't show that place, its pairs depart at the next one that all sides show.
+        """
+        order = self._places()
+
+        def shown(d: Departure) -> Place | None:
+            later = order[order.index((d.layer, d.sublayer)) :]
+            return next((place for place in later if all(place in errors for errors in self.errors.values())), None)
+
+        first = self.first_departure
+        there = [pair for pair, d in self.departures.items() if d and first and shown(d) == shown(first)]
+        if len(there) != 2:
+            return None
+        return (set(there[0].split("_")) & set(there[1].split("_"))).pop()
+
+    def _places(self) -> list[Place]:
+        """All that any pair compared or departs at, in the order of computation."""
+        places = {place for errors in self.errors.values() for place in errors}
+        return ordered(places | {(d.layer, d.sublayer) for d in self.departures.values() if d})
 
     @property
     def within_bounds(self) -> bool:
@@ -79,6 +102,7 @@ class Comparison:
             "pairs": {pair: {"mean": _number(gap.mean), "max": _number(gap.max)} for pair, gap in self.gaps.items()},
             "route_agreement": _number(self.route_agreement),
             "first_departure": first and {**vars(first), "error": _number(first.error)},
+            "unseen": self.unseen,
             "within_bounds": self.within_bounds,
         }
 
@@ -106,7 +130,14 @@ def compare(
             departures[pair] = Departure(pair, None, "log_probabilities", gaps[pair].mean)
     most_wanted = list(gaps)[-1].split("_")  # trainer and engine, where both are there
     agreement = route_agreement(*(sides[name].records for name in most_wanted))
-    return Comparison(gaps, errors, departures, agreement, sublayer_bound, logprob_mean_bound)
+    return Comparison(gaps, errors, departures, unseen(sides), agreement, sublayer_bound, logprob_mean_bound)
+
+
+def unseen(sides: Mapping[str, Side]) -> dict[str, list[str]]:
+    """The sub-layers that a side lacks in some layer and another side has, in the order of computation; {} if all agree."""
+    everywhere = {place for side in sides.values() for place in side.records}
+    missing = {name: [place for place in ordered(everywhere) if place not in s.records] for name, s in sides.items()}
+    return {name: list(dict.fromkeys(sublayer for _, sublayer in places)) for name, places in missing.items() if places}
 
 
 def gap(logp_a: Array, logp_b: Array) -> Gap:
