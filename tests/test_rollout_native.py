@@ -269,4 +269,4 @@ def test_native_model_computes_what_transformers_does_in_every_sublayer_that_it_
     for place, error in found.errors["engine_reference"].items():
         print(place, f"{error:.1e}")
     assert found.within_bounds, found.first_departure
-    assert found.unseen == {"engine": hidden} and found.route_agreement is not None and found.route_agreement > 0.9
+    assert found.unseen == {"engine": hidden} and found.route_agreement is not None and found.route_agreement > 0.8
