@@ -513,11 +513,11 @@ class Engines:
             ray.wait(starting, num_returns=len(starting), timeout=WATCH_S)
             self.fresh()
 
-    def probe(self, token_ids: list[int], routes: Any, temperature: float) -> Records:
-        """One sequence through the first engine, every sub-layer recorded (`rollout.engine.Engine.probe`)."""
+    def probe(self, token_ids: list[int], routes: Any, temperature: float, sublayers: bool = True) -> Records:
+        """One sequence through the first engine, looked at from inside (`rollout.engine.Engine.probe`)."""
         import ray
 
-        return ray.get(self.actors[0].probe.remote(token_ids, routes, temperature))
+        return ray.get(self.actors[0].probe.remote(token_ids, routes, temperature, sublayers))
 
     def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

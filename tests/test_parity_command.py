@@ -16,9 +16,10 @@ def test_three_sides_agree_to_fp32_rounding_and_a_bound_below_that_ends_with_1(r
     )
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
-    assert set(found) == {"pairs", "route_agreement", "first_departure", "within_bounds"}
+    assert set(found) == {"pairs", "route_agreement", "first_departure", "unseen", "within_bounds"}
     assert set(found["pairs"]) == {"trainer_reference", "trainer_engine", "engine_reference"}
     assert all(gap["mean"] < 1e-6 and gap["max"] < 1e-5 for gap in found["pairs"].values())
     first = found["first_departure"]
     assert set(first) == {"pair", "layer", "sublayer", "error"} and 1e-9 < first["error"] < 1e-5
     assert found["route_agreement"] == 1.0 and found["within_bounds"] is False
+    assert found["unseen"] == {}

@@ -79,6 +79,11 @@ def test_logprobs_above_their_bound_are_named_where_no_sublayer_is() -> None:
     assert not found.within_bounds
 
 
+def test_logprobs_above_their_bound_are_named_where_no_sublayer_is_known() -> None:
+    found = judge({}, {}, logp_shift=0.01)
+    assert named(found) == (None, "log_probabilities") and found.unseen == {} and found.alone is None
+
+
 def test_nan_is_a_departure_and_null_in_json() -> None:
     broken = records()
     broken[1, "mlp"] = broken[1, "mlp"] * np.float32(np.nan)

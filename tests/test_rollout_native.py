@@ -1,6 +1,7 @@
 """vLLM's own Beam on a GPU: an adapter against the same model with the adapter merged into its weights, kind by kind.
 
-The base is BF16, or MXFP8: then the adapter is merged into what the base stands for.
+The base is BF16, or MXFP8: then the adapter is merged into what the base stands for. And sub-layer by sub-layer against
+transformers.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -22,11 +24,15 @@ from beam_rl.checksum import SentChecksum
 from beam_rl.lora import ALL_TARGETS, Adapter, adapter_modules, adapter_tensors, repeated_tensors
 from beam_rl.mxfp8.format import rounded
 from beam_rl.mxfp8.scheme import Scheme, scheme_of
+from beam_rl.parity.check import SUBLAYER_BOUND
+from beam_rl.parity.compare import Side, compare
+from beam_rl.parity.record import MARGIN, Records
+from beam_rl.parity.reference import Reference
 from beam_rl.rollout.engine import Engine
 from beam_rl.rollout.launch import EngineSettings
 from beam_rl.rollout.sync.link import Link
 from beam_rl.rollout.sync.local import LocalSync
-from beam_rl.samples import Request
+from beam_rl.samples import Completion, Request
 
 pytestmark = pytest.mark.gpu
 
@@ -171,9 +177,15 @@ async def sample_everything(folder: Path, logs: Path, weights: Tensors) -> dict[
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Firsts]]:
-    folder, logs = tmp_path_factory.mktemp("native"), tmp_path_factory.mktemp("native_logs")
-    return asyncio.run(sample_everything(folder, logs, make_checkpoint(folder)))
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
+    folder = tmp_path_factory.mktemp("native")
+    return folder, make_checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def sampled(checkpoint: tuple[Path, Tensors], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Firsts]]:
+    folder, weights = checkpoint
+    return asyncio.run(sample_everything(folder, tmp_path_factory.mktemp("native_logs"), weights))
 
 
 def agreement(one: Firsts, two: Firsts) -> tuple[float, float]:
@@ -209,3 +221,52 @@ def test_adapter_of_a_kind_is_the_adapter_merged(kind: str, base: str, sampled: 
     # BF16 twice: B·A is rounded into the weights of one, and routes flip; Marlin and Triton sum in other orders too.
     assert share > (0.85 if base == "bf16" else 0.75) and gap < 0.25
     assert without < share - 0.2
+
+
+# --- sub-layer by sub-layer ---------------------------------------------------------------------------------
+
+
+async def look_into(folder: Path, logs: Path) -> tuple[list[int], list[Completion], list[Records]]:
+    """The tokens of a response to one prompt, two samplings of it, and what was seen between them: all, and the end."""
+    served = Served(folder, logs, None)
+    await served.start()
+    prompt = torch.randint(
+        3, CONFIG["vocab_size"], (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(6)
+    ).tolist()
+
+    async def sample() -> Completion:
+        (done,) = [c async for c in served.engine.generate([Request("r", prompt, 0, 20, 0.0)])]
+        await served.engine.forget_prefixes()
+        return done
+
+    first = await sample()
+    tokens = [*prompt, *first.token_ids.tolist()]
+    seen = [await served.engine.probe(tokens, first.routes, 1.0, sublayers) for sublayers in (True, False)]
+    again = await sample()
+    await served.engine.stop()
+    return tokens, [first, again], seen
+
+
+def test_native_model_computes_what_transformers_does_in_every_sublayer_that_it_shows(
+    checkpoint: tuple[Path, Tensors], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps are short enough for CUDA graphs, in which nothing would be seen; samplings before and after use them."""
+    folder, _ = checkpoint
+    tokens, (first, again), (seen, end) = asyncio.run(look_into(folder, tmp_path))
+    assert first.token_ids.tolist() == again.token_ids.tolist()
+    np.testing.assert_allclose(again.logp, first.logp, atol=1e-3)
+    assert set(end) == {(None, "log_probabilities")}
+    np.testing.assert_allclose(end[None, "log_probabilities"], seen[None, "log_probabilities"], atol=1e-3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # other tests fork this process into engines
+    assert first.routes is not None
+    expected = Reference(str(folder), "bf16", rounded_logits=True, temperature=1.0).probe(
+        np.array(tokens), first.routes
+    )
+    hidden = ["k", "post_attention_norm", "post_mlp_norm"]
+    assert set(seen) == {place for place in expected if place[1] not in (*hidden, MARGIN)}
+    sides = {n: Side(r, r[None, "log_probabilities"][:, 0]) for n, r in (("reference", expected), ("engine", seen))}
+    found = compare(sides, replayed=True, sublayer_bound=SUBLAYER_BOUND["bf16"], logprob_mean_bound=0.1)
+    for place, error in found.errors["engine_reference"].items():
+        print(place, f"{error:.1e}")
+    assert found.within_bounds, found.first_departure
+    assert found.unseen == {"engine": hidden} and found.route_agreement is not None and found.route_agreement > 0.8

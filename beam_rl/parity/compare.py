@@ -4,7 +4,7 @@ Pure functions of arrays. Nothing is swallowed: a value that is not finite is an
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +56,7 @@ class Comparison:
     gaps: dict[str, Gap]
     errors: dict[str, dict[Place, float]]  # by pair, in the order of computation
     departures: dict[str, Departure | None]  # by pair: the first sub-layer whose inputs don't explain its error
+    unseen: dict[str, list[str]]  # by side: sub-layers that it doesn't show, as kernels do that fuse several
     route_agreement: float | None  # None: of no pair of routers known
     sublayer_bound: float
     logprob_mean_bound: float
@@ -64,9 +65,27 @@ class Comparison:
     def first_departure(self) -> Departure | None:
         """The earliest of the pairs'."""
         found = [d for pair in PAIRS if (d := self.departures.get(pair))]
-        places = [place for errors in self.errors.values() for place in errors]
-        order = {place: i for i, place in enumerate(ordered(places))}
-        return min(found, key=lambda d: order[d.layer, d.sublayer], default=None)
+        order = self._places()
+        return min(found, key=lambda d: order.index((d.layer, d.sublayer)), default=None)
+
+    @property
+    def alone(self) -> str | None:
+        """The side that exactly two pairs have in common which depart where the first one does.
+
+        Where a side doesn't show that place, its pairs depart where all sides show what is made of it.
+        """
+        common = [place for place in self._places() if all(place in errors for errors in self.errors.values())]
+        first = self.first_departure
+        found = {pair: comes_out((d.layer, d.sublayer), common) for pair, d in self.departures.items() if d}
+        there = [pair for pair, place in found.items() if first and place == found[first.pair]]
+        if len(there) != 2:
+            return None
+        return (set(there[0].split("_")) & set(there[1].split("_"))).pop()
+
+    def _places(self) -> list[Place]:
+        """All that any pair compared or departs at, in the order of computation."""
+        places = {place for errors in self.errors.values() for place in errors}
+        return ordered(places | {(d.layer, d.sublayer) for d in self.departures.values() if d})
 
     @property
     def within_bounds(self) -> bool:
@@ -79,6 +98,7 @@ class Comparison:
             "pairs": {pair: {"mean": _number(gap.mean), "max": _number(gap.max)} for pair, gap in self.gaps.items()},
             "route_agreement": _number(self.route_agreement),
             "first_departure": first and {**vars(first), "error": _number(first.error)},
+            "unseen": self.unseen,
             "within_bounds": self.within_bounds,
         }
 
@@ -106,7 +126,15 @@ def compare(
             departures[pair] = Departure(pair, None, "log_probabilities", gaps[pair].mean)
     most_wanted = list(gaps)[-1].split("_")  # trainer and engine, where both are there
     agreement = route_agreement(*(sides[name].records for name in most_wanted))
-    return Comparison(gaps, errors, departures, agreement, sublayer_bound, logprob_mean_bound)
+    return Comparison(gaps, errors, departures, unseen(sides), agreement, sublayer_bound, logprob_mean_bound)
+
+
+def unseen(sides: Mapping[str, Side]) -> dict[str, list[str]]:
+    """The sub-layers that a side lacks in some layer and another side has, in the order of computation; {} if all agree."""
+    everywhere = {place for side in sides.values() for place in side.records}
+    missing = {name: {sublayer for _, sublayer in everywhere - s.records.keys()} for name, s in sides.items()}
+    by_side = {name: [n for n in (*BEFORE, *LAYER, *AFTER) if n in there] for name, there in missing.items()}
+    return {name: sublayers for name, sublayers in by_side.items() if sublayers}
 
 
 def gap(logp_a: Array, logp_b: Array) -> Gap:
@@ -189,6 +217,19 @@ def first_departure(
     return None
 
 
+def comes_out(place: Place, known: Sequence[Place]) -> Place:
+    """The first of the known places that is computed from this one, itself if it is known."""
+    return next((later for later in known if place == later or place in _hidden_inputs(later, known)), place)
+
+
+def _hidden_inputs(place: Place, known: Sequence[Place]) -> Iterator[Place]:
+    """What a place is computed from and is not known, back to what is."""
+    for before in inputs(place, known):
+        if before not in known:
+            yield before
+            yield from _hidden_inputs(before, known)
+
+
 def _known_inputs(place: Place, known: Mapping[Place, float]) -> Iterator[Place]:
     """The recorded values that a place is computed from; where one is missing, those that it is computed from."""
     for before in inputs(place, known):
@@ -198,8 +239,8 @@ def _known_inputs(place: Place, known: Mapping[Place, float]) -> Iterator[Place]
             yield from _known_inputs(before, known)
 
 
-def inputs(place: Place, known: Mapping[Place, float]) -> list[Place]:
-    """What a sub-layer reads."""
+def inputs(place: Place, known: Collection[Place]) -> list[Place]:
+    """What a sub-layer reads, in a sparse layer. known: places of which some are in the model's last layer."""
     layer, name = place
     if layer is None:
         last = max((n for n, _ in known if n is not None), default=None)
@@ -223,7 +264,7 @@ def inputs(place: Place, known: Mapping[Place, float]) -> list[Place]:
         "pre_mlp_norm": ("residual_attention",),
         "router_logits": ("pre_mlp_norm",),
         "experts": ("router_logits",),
-        "mlp": ("pre_mlp_norm", "experts") if (layer, "experts") in known else ("pre_mlp_norm",),
+        "mlp": ("pre_mlp_norm", "experts"),
         "post_mlp_norm": ("mlp",),
         "residual_mlp": ("post_mlp_norm", "residual_attention"),
     }

@@ -57,6 +57,10 @@ class Recorder:
         """How many tokens this place has seen."""
         return sum(map(len, self._parts[layer, sublayer]))
 
+    def keep_whole(self, tokens: int) -> None:
+        """Forgets the places that have not seen all of the tokens."""
+        self._parts = defaultdict(list, {p: rows for p, rows in self._parts.items() if self.rows(*p) == tokens})
+
     def parts(self) -> dict[Place, list[Tensor]]:
         return {place: parts for place, parts in self._parts.items() if parts}
 
@@ -72,5 +76,6 @@ def projection(dims: int) -> Tensor:
 
 
 def concatenate(records: list[Records]) -> Records:
-    """Sequences one after the other. All of them have the same places."""
-    return {place: np.concatenate([r[place] for r in records]) for place in records[0]}
+    """Sequences one after the other, at the places that all of them have."""
+    places = [place for place in records[0] if all(place in r for r in records)]
+    return {place: np.concatenate([r[place] for r in records]) for place in places}

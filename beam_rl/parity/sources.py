@@ -99,7 +99,7 @@ def _engine_gaps(recipe: Recipe, inputs: Inputs, cluster: Cluster, samples: Sequ
     gaps = [_gap("a request alone, not in a batch", "engine – itself", *_common(samples, alone))]
     if recipe.rollout.parallel.workers == 1 and inputs.is_beam:  # probing looks into one, of Beam
         temperature = recipe.rollout.temperature
-        prefilled = [cluster.engines.probe(token_ids(s), s.completion.routes, temperature) for s in samples]
+        prefilled = [cluster.engines.probe(token_ids(s), s.completion.routes, temperature, False) for s in samples]
         sampled = np.concatenate([s.completion.logp for s in samples])
         again = response_logp(samples, prefilled)
         gaps.append(_gap("a whole response at once, not token by token", "engine – itself", again, sampled))

@@ -1,12 +1,10 @@
 """A comparison as a person reads it: the pairs, a row a layer, the first departing layer in full, and the verdict."""
 
-from collections.abc import Mapping
-
 import rich.console
 from rich.table import Table
 from rich.text import Text
 
-from beam_rl.parity.compare import Comparison, Departure
+from beam_rl.parity.compare import Comparison
 from beam_rl.parity.record import AFTER, BEFORE, LAYER, Place
 
 PLAIN_WIDTH = 100  # columns where there is no terminal to ask
@@ -27,6 +25,8 @@ def show(comparison: Comparison, console: rich.console.Console | None = None) ->
         _print(console, "largest relative error of each layer; * where a pair first departs", layers_table(comparison))
     else:
         console.print("layer by layer, Beam alone is compared")
+    for side, names in comparison.unseen.items():
+        console.print(f"not shown by the {side}, hence not compared: {', '.join(names)}")
     first = comparison.first_departure
     if first is not None and first.layer is not None:
         console.print()
@@ -75,17 +75,7 @@ def verdict(c: Comparison) -> str:
         return f"within bounds: no sub-layer adds more than {c.sublayer_bound:.0e}"
     where = first.sublayer if first.layer is None else f"layer {first.layer}, {first.sublayer}"
     text = f"{_pair(first.pair)} departs first at {where}: error {first.error:.2e}"
-    alone = odd_one_out(c.departures, first)
-    return f"{text}; {alone} differs there from both others" if alone else text
-
-
-def odd_one_out(departures: Mapping[str, Departure | None], first: Departure) -> str | None:
-    """The side that both pairs departing at the first place have in common, if exactly two do."""
-    place = (first.layer, first.sublayer)
-    there = [pair for pair, d in departures.items() if d and (d.layer, d.sublayer) == place]
-    if len(there) != 2:
-        return None
-    return (set(there[0].split("_")) & set(there[1].split("_"))).pop()
+    return f"{text}; {c.alone} differs there from both others" if c.alone else text
 
 
 def _cell(c: Comparison, pair: str, places: list[Place], named: bool = True) -> Text:

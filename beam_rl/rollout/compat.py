@@ -245,30 +245,6 @@ def capture_routes(model: nn.Module, make_hook: Callable[[int], Callable[[Tensor
     return [runner.layer_id for runner in runners]
 
 
-Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def observe_routing(model: nn.Module, make_hook: Callable[[int, int], Choose]) -> list[Callable[[], None]]:
-    """Puts a hook between each MoE layer's router and its experts; returns what takes them away again.
-
-    `make_hook(column, global layer number)` gives the hook: it gets (tokens, experts) logits and the router's (tokens,
-    top_k) weights and logical ids, and returns the weights and ids to use.
-    """
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
-
-    def observe(router: Any, hook: Choose) -> Callable[[], None]:
-        select = router.select_experts
-
-        def observed(hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            return hook(router_logits, *select(hidden_states, router_logits, *args, **kwargs))
-
-        router.select_experts = observed
-        return lambda: delattr(router, "select_experts")
-
-    runners = sorted((m for m in model.modules() if isinstance(m, MoERunner)), key=lambda m: m.layer_id)
-    return [observe(r.router, make_hook(column, r.layer_id)) for column, r in enumerate(runners)]
-
-
 class SlotView:
     """Where vLLM's V1 model runner keeps each token: slots of the first full-attention KV-cache group.
 

@@ -364,10 +364,13 @@ class Engine:
             np.frombuffer(raw, np.uint16 if dtype == "bfloat16" else dtype).reshape(shape) for dtype, shape, raw in held
         ]
 
-    async def probe(self, token_ids: list[int], routes: Routes | None, temperature: float) -> Records:
-        """Prefills one sequence alone and returns what each sub-layer computed for every token but the last.
+    async def probe(
+        self, token_ids: list[int], routes: Routes | None, temperature: float, sublayers: bool = True
+    ) -> Records:
+        """Prefills one sequence alone, without CUDA graphs, and returns what it computed for every token but the last.
 
         routes: (tokens − 1, MoE layers, top-k) experts to use; None: as the routers choose. temperature: of the logits.
+        sublayers: every one that the model shows, or the log-probabilities of the next tokens alone.
         Raises ValueError for routes of another length, InputError for an engine of several workers, each of which computes
         a part of a sub-layer; RuntimeError while requests are running or weights are updated.
         """
@@ -379,8 +382,9 @@ class Engine:
         if self.in_flight:
             raise RuntimeError(f"cannot probe: {len(self.in_flight)} requests are still sampling")
         raw = b"" if routes is None else routes.astype(np.int64).tobytes()
-        await self.llm.collective_rpc("begin_probe", args=(raw, [] if routes is None else list(routes.shape)))
+        shape = [] if routes is None else list(routes.shape)
         try:
+            await self.llm.collective_rpc("begin_probe", args=(raw, shape, sublayers))
             await self._prefill(token_ids[:-1])
             found = (await self.llm.collective_rpc("take_probe", args=(token_ids[1:], temperature)))[0]
         finally:

@@ -33,13 +33,13 @@ class Extension:
         raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), raw]
 
-    def begin_probe(self, routes: bytes, shape: list[int]) -> None:
-        """Records every sub-layer of what runs from now on, with the experts of `routes`: int64, or no bytes."""
+    def begin_probe(self, routes: bytes, shape: list[int], sublayers: bool) -> None:
+        """Looks at what runs from now on, with the experts of `routes`: int64, or no bytes. sublayers: records them."""
         from beam_rl.rollout.probe import Probe
 
         self.cancel_probe()
         rows = torch.from_numpy(np.frombuffer(routes, np.int64).reshape(shape).copy()) if routes else None
-        self.probe = Probe(self.model_runner.get_model(), rows)
+        self.probe = Probe(self.model_runner, rows, sublayers)
 
     def take_probe(self, targets: list[int], temperature: float) -> list[Any]:
         """[[layer, sub-layer, shape, float32 bytes], …] of what ran since `begin_probe`: the tokens before `targets`."""

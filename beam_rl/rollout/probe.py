@@ -1,33 +1,51 @@
-"""Every sub-layer's output of a vLLM Beam while it prefills one sequence: looked at from outside, nothing left behind.
+"""What a vLLM Beam computes while it prefills one sequence: looked at from outside, nothing left behind.
 
-Works on modules with a checkpoint's names, run eagerly (on a CPU they are). Knows nothing about the other sides.
+Every sub-layer, or what log-probabilities take: the last hidden states, and the routers where they are told what to choose.
+Works on our Beam and on vLLM's own; the latter fuses some sub-layers, which are left out then. Knows nothing about the
+other sides.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from beam_rl.parity.record import Recorder
-from beam_rl.rollout import compat
+from beam_rl.rollout import compat_probe
+from beam_rl.rollout.compat_probe import Show, Undo, after, before, gate
+
+HEAD_TOKENS = 1024  # whose logits are computed at a time: a vocabulary's in FP32 are 0.6 MB a token
 
 
 class Probe:
-    """Records what `model` computes from now until `stop`."""
+    """Records what the runner's model computes from now until `stop`."""
 
-    def __init__(self, model: Any, routes: Tensor | None) -> None:
-        """routes: (tokens, MoE layers, top-k) experts to use; None: as the routers choose."""
-        self.model, self.routes = model, routes
+    def __init__(self, runner: Any, routes: Tensor | None, sublayers: bool = True) -> None:
+        """routes: (tokens, MoE layers, top-k) experts to use; None: as the routers choose.
+
+        sublayers: record them, or log-probabilities alone.
+        """
+        self.model, self.routes, self.sublayers = runner.get_model(), routes, sublayers
         self.recorder = Recorder()
-        self.final: list[Tensor] = []
-        self._undo: list[Callable[[], None]] = []
-        inner = model.model
-        self._after(inner.embed_tokens, None, "embedding", lambda out: out)
-        self._after(inner.norm, None, "final_norm", self._keep_final)
-        for i, layer in enumerate(inner.layers):
-            self._observe_layer(i, layer)
-        self._undo += compat.observe_routing(model, self._router_hook)
+        self._final: list[Tensor] = []
+        self._routed: Counter[int] = Counter()  # tokens that each layer's router was asked about
+        self._undo: list[Undo] = []
+        try:
+            self._look(runner)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _look(self, runner: Any) -> None:
+        self._undo.append(compat_probe.stop_graphs(runner))
+        after(self.model.model, self._keep_final, self._undo)
+        if self.sublayers:
+            show = compat_probe.show_native if compat_probe.is_native(self.model) else show_own
+            show(self.model, self.recorder.add, self._undo)
+        if self.sublayers or self.routes is not None:
+            self._undo += compat_probe.observe_routing(self.model, self._router_hook)
 
     def stop(self) -> None:
         """Leaves the model as it was."""
@@ -35,57 +53,47 @@ class Probe:
             self._undo.pop()()
 
     def finish(self, targets: Tensor, temperature: float) -> Recorder:
-        """Stops, and adds the logits and the log-probabilities of `targets` (tokens,)."""
+        """Stops, and adds what follows the last hidden states, up to the log-probabilities of `targets` (tokens,).
+
+        Raises RuntimeError where not every token was seen, or no router could be told which experts to use.
+        """
         self.stop()
-        hidden = torch.cat(self.final)
-        if len(hidden) != len(targets):
-            raise RuntimeError(f"the engine ran {len(hidden)} tokens of a sequence of {len(targets)}")
-        with torch.inference_mode():
-            logits = self.model.compute_logits(hidden).float() / temperature
-        self.recorder.add(None, "logits", logits)
-        logp = logits.log_softmax(-1).gather(1, targets.to(logits.device)[:, None])
-        self.recorder.add(None, "log_probabilities", logp)
+        tokens = len(targets)
+        if (seen := sum(map(len, self._final))) != tokens:
+            raise RuntimeError(f"the engine ran {seen} tokens of a sequence of {tokens} where they can be looked at")
+        told = sum(asked == tokens for asked in self._routed.values())
+        if self.routes is not None and told != (layers := self.routes.shape[1]):
+            raise RuntimeError(
+                f"{layers - told} of {layers} MoE layers can't be told which experts to use: their kernels choose them"
+            )
+        self.recorder.keep_whole(tokens)
+        self._add_end(torch.cat(self._final), targets, temperature)
         return self.recorder
 
-    def _observe_layer(self, i: int, layer: Any) -> None:
-        attention = layer.self_attn
-        self._after(layer.input_layernorm, i, "input_norm", lambda out: out)
-        self._before(attention.attn, i, ("q", "k", "v"))
-        self._after(attention.attn, i, "attention", lambda out: out)
-        self._after(attention.output_gate_proj, i, "gate", lambda out: gate(out[0], attention.gate_bias))
-        self._after(attention, i, "attention_out", lambda out: out)
-        self._after(layer.post_attention_layernorm, i, "post_attention_norm", lambda out: out)
-        self._before(layer.pre_feedforward_layernorm, i, ("residual_attention",))
-        self._after(layer.pre_feedforward_layernorm, i, "pre_mlp_norm", lambda out: out)
-        self._after(layer.mlp, i, "mlp", lambda out: out)
-        self._after(layer.post_feedforward_layernorm, i, "post_mlp_norm", lambda out: out)
-        self._after(layer, i, "residual_mlp", lambda out: out)
+    def _add_end(self, hidden: Tensor, targets: Tensor, temperature: float) -> None:
+        if self.sublayers:
+            self.recorder.add(None, "final_norm", hidden)
+        for rows, wanted in zip(hidden.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True):
+            with torch.inference_mode():
+                logits = self.model.compute_logits(rows).float() / temperature
+            if self.sublayers:
+                self.recorder.add(None, "logits", logits)
+            logp = logits.log_softmax(-1).gather(1, wanted.to(logits.device)[:, None])
+            self.recorder.add(None, "log_probabilities", logp)
 
-    def _before(self, module: Any, layer: int, names: Sequence[str]) -> None:
-        """Records the module's inputs under `names`."""
+    def _keep_final(self, out: Any) -> None:
+        self._final.append(out if isinstance(out, Tensor) else out[0])  # beside it: what a draft model reads
 
-        def hook(m: Any, inputs: tuple[Tensor, ...]) -> None:
-            for name, value in zip(names, inputs, strict=True):
-                self.recorder.add(layer, name, value)
-
-        self._undo.append(module.register_forward_pre_hook(hook).remove)
-
-    def _after(self, module: Any, layer: int | None, name: str, value: Callable[[Any], Tensor]) -> None:
-        hook = module.register_forward_hook(lambda m, i, out: self.recorder.add(layer, name, value(out)))
-        self._undo.append(hook.remove)
-
-    def _keep_final(self, out: Tensor) -> Tensor:
-        self.final.append(out)
-        return out
-
-    def _router_hook(self, column: int, layer: int) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def _router_hook(self, column: int, layer: int) -> compat_probe.Choose:
         """What a MoE layer asks with its router's (tokens, experts) logits and (tokens, top-k) choice."""
 
         def choose(logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-            seen = self.recorder.rows(layer, "router_logits")
-            self.recorder.add(layer, "router_logits", logits)
-            own = torch.zeros_like(logits, dtype=torch.float).scatter(1, ids.long(), weights.float())
-            self.recorder.add(layer, "experts", own)
+            seen = self._routed[layer]
+            self._routed[layer] += len(logits)
+            if self.sublayers:
+                self.recorder.add(layer, "router_logits", logits)
+                own = torch.zeros_like(logits, dtype=torch.float).scatter(1, ids.long(), weights.float())
+                self.recorder.add(layer, "experts", own)
             if self.routes is None:
                 return weights, ids
             there = self.routes[seen : seen + len(logits), column].to(logits.device)
@@ -95,7 +103,32 @@ class Probe:
         return choose
 
 
-def gate(projected: Tensor, bias: Tensor) -> Tensor:
-    """(tokens, heads · dim) sigmoid of the projection with each head's bias."""
-    by_head = projected.view(len(projected), len(bias), -1)
-    return torch.sigmoid(by_head + bias[None, :, None])
+def show_own(model: Any, show: Show, undo: list[Undo]) -> None:
+    """Has our Beam (`rollout.model`) show every sub-layer; `undo` gets what ends that."""
+    after(model.model.embed_tokens, lambda out: show(None, "embedding", out), undo)
+    for i, layer in enumerate(model.model.layers):
+        _show_layer(i, layer, show, undo)
+
+
+def _show_layer(i: int, layer: Any, show: Show, undo: list[Undo]) -> None:
+    attention = layer.self_attn
+
+    def show_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+        for name, value in (("q", q), ("k", k), ("v", v)):
+            show(i, name, value)
+
+    before(attention.attn, show_heads, undo)
+    after(attention.output_gate_proj, lambda out: show(i, "gate", gate(out[0], attention.gate_bias)), undo)
+    before(layer.pre_feedforward_layernorm, lambda x: show(i, "residual_attention", x), undo)
+    outputs = {
+        "input_norm": layer.input_layernorm,
+        "attention": attention.attn,
+        "attention_out": attention,
+        "post_attention_norm": layer.post_attention_layernorm,
+        "pre_mlp_norm": layer.pre_feedforward_layernorm,
+        "mlp": layer.mlp,
+        "post_mlp_norm": layer.post_feedforward_layernorm,
+        "residual_mlp": layer,
+    }
+    for name, module in outputs.items():
+        after(module, partial(show, i, name), undo)
