@@ -1,5 +1,6 @@
 """MXFP8 in the trainer: its products, which weights have them, and that all else works as in BF16."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import transformer_config
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from beam_rl.errors import InputError
@@ -269,6 +271,21 @@ def test_weights_alone_are_rounded_where_the_recipe_says_so() -> None:
     assert not torch.equal(y, mxfp8.Product.apply(x, layer.weight))
     losses, _ = trained(mxfp8=Mxfp8(activations=False))
     assert losses[2] < losses[0]
+
+
+def test_rounded_weights_score_as_bf16_of_the_same_values_does(tmp_path: Path) -> None:
+    """Two kinds of experts on a GPU: the emulation's one after the other, Transformer Engine's all together."""
+    scheme = scheme_of(tiny.reference_model("bf16").config, activations=False)
+    folder = shutil.copytree(tiny.checkpoint("bf16"), tmp_path / "rounded")
+    tensors = load_file(folder / "model.safetensors")
+    held = {name: rounded(weight) if scheme.has(name) else weight for name, weight in tensors.items()}
+    assert sum(not torch.equal(held[name], tensors[name]) for name in held) > 7 * 5
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    logp = []
+    for changes in ({"precision": "bf16"}, {"precision": "mxfp8", "mxfp8": Mxfp8(activations=False)}):
+        (score,) = Trainer(str(folder), tiny.settings(**changes), 0, 1, tiny.meeting_point()).score([BATCH])
+        logp.append(score.logp)
+    assert np.abs(logp[0] - logp[1]).mean() < (0.01 if torch.cuda.is_available() else 1e-6)
 
 
 @pytest.mark.gpu

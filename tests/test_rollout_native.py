@@ -54,6 +54,7 @@ CONFIG = model_config(
     )
 ) | {"head_dim": 128}
 Tensors = dict[str, Tensor]
+Checkpoint = tuple[Path, Tensors]
 Firsts = list[list[tuple[int, float]]]  # of each prompt, the most likely tokens and their log-probabilities
 
 
@@ -133,59 +134,82 @@ class Served:
         return [list(zip(got[r.id].token_ids.tolist(), got[r.id].logp.tolist(), strict=True)) for r in asked]
 
 
-async def sample_everything(folder: Path, logs: Path, weights: Tensors) -> dict[str, dict[str, Firsts]]:
-    config = CONFIG
-    found: dict[str, dict[str, Firsts]] = {kind: {} for kind in ("none", *KINDS)}
-    lora, whole = Served(folder, logs, ADAPTER), Served(folder, logs, None)
-    await lora.start()
-    found["none"]["lora"] = await lora.firsts()
+SCHEME = scheme_of(SimpleNamespace(**CONFIG), activations=False)
+
+
+async def sample_adapters(served: Served) -> dict[str, Firsts]:
+    """Of the checkpoint alone and with each kind's adapter."""
+    await served.start()
+    found = {"none": await served.firsts()}
     for kind in KINDS:
-        adapter, watched = make_adapter(config, kind), SentChecksum(ADAPTER, config, torch.bfloat16)
-        held = await lora.load(watched.watch(stacked(adapter.items(), config)))
+        adapter, watched = make_adapter(CONFIG, kind), SentChecksum(ADAPTER, CONFIG, torch.bfloat16)
+        held = await served.load(watched.watch(stacked(adapter.items(), CONFIG)))
         assert held == watched.value()
-        found[kind]["lora"] = await lora.firsts()
-    slots = {s.module.rpartition(".")[2]: s.a[2] for s in await lora.engine.adapter_slots()}
+        found[kind] = await served.firsts()
+    slots = {s.module.rpartition(".")[2]: s.a[2] for s in await served.engine.adapter_slots()}
     assert slots["experts"] == 8 and {rank for name, rank in slots.items() if name != "experts"} == {64}
-    await lora.engine.stop()
-    await whole.start()
-    found["none"]["merged"] = await whole.firsts()
-    scheme = scheme_of(SimpleNamespace(**config), activations=False)
-    stands_for = {n: rounded(w) if scheme.has(n) else w for n, w in weights.items()}
+    await served.engine.stop()
+    return found
+
+
+async def sample_merged(served: Served, weights: Tensors) -> dict[str, dict[str, Firsts]]:
+    """Of each kind's adapter merged into the weights ("bf16"), into what MXFP8 holds of them ("mxfp8"), and of what MXFP8
+    would hold of the first ("rounded")."""
+    await served.start()
+    found = {"bf16": {"none": await served.firsts()}, "mxfp8": {}, "rounded": {}}
+    stands_for = {n: rounded(w) if SCHEME.has(n) else w for n, w in weights.items()}
     for kind in KINDS:
-        await whole.load(merged(weights, make_adapter(config, kind), config))
-        found[kind]["merged"] = await whole.firsts()
-        await whole.load(merged(stands_for, make_adapter(config, kind), config))
-        found[kind]["merged into mxfp8"] = await whole.firsts()
-        new = merged(weights, make_adapter(config, kind), config)
-        await whole.load((name, rounded(w) if scheme.has(name) else w) for name, w in new)
-        found[kind]["mxfp8 in bf16"] = await whole.firsts()
-    await whole.engine.stop()
-    synced = Served(folder, logs, None, scheme)
-    await synced.start()
-    found["none"]["mxfp8"] = await synced.firsts()
+        adapter = make_adapter(CONFIG, kind)
+        await served.load(merged(weights, adapter, CONFIG))
+        found["bf16"][kind] = await served.firsts()
+        await served.load(merged(stands_for, adapter, CONFIG))
+        found["mxfp8"][kind] = await served.firsts()
+        await served.load((n, rounded(w) if SCHEME.has(n) else w) for n, w in merged(weights, adapter, CONFIG))
+        found["rounded"][kind] = await served.firsts()
+    await served.engine.stop()
+    return found
+
+
+async def sample_synced(served: Served, weights: Tensors) -> dict[str, Firsts]:
+    """Of an MXFP8 engine's checkpoint, and of weights that a sync quantized."""
+    await served.start()
+    found = {"none": await served.firsts()}
     for kind in KINDS:
-        await synced.load(scheme.quantized(merged(weights, make_adapter(config, kind), config)))
-        found[kind]["mxfp8 synced"] = await asyncio.wait_for(synced.firsts(), 60)  # it hung: see keep_mxfp8_kernels
-    await synced.engine.stop()
-    on_mxfp8 = Served(folder, logs, ADAPTER, scheme)
-    await on_mxfp8.start()
-    for kind in KINDS:
-        await on_mxfp8.load(stacked(make_adapter(config, kind).items(), config))
-        found[kind]["on mxfp8"] = await on_mxfp8.firsts()
-    await on_mxfp8.engine.stop()
+        await served.load(SCHEME.quantized(merged(weights, make_adapter(CONFIG, kind), CONFIG)))
+        found[kind] = await asyncio.wait_for(served.firsts(), 60)  # it hung: see keep_mxfp8_kernels
+    await served.engine.stop()
     return found
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("native")
     return folder, make_checkpoint(folder)
 
 
 @pytest.fixture(scope="module")
-def sampled(checkpoint: tuple[Path, Tensors], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Firsts]]:
-    folder, weights = checkpoint
-    return asyncio.run(sample_everything(folder, tmp_path_factory.mktemp("native_logs"), weights))
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("native_logs")
+
+
+@pytest.fixture(scope="module")
+def with_adapter(checkpoint: Checkpoint, logs: Path) -> dict[str, Firsts]:
+    return asyncio.run(sample_adapters(Served(checkpoint[0], logs, ADAPTER)))
+
+
+@pytest.fixture(scope="module")
+def on_mxfp8(checkpoint: Checkpoint, logs: Path) -> dict[str, Firsts]:
+    return asyncio.run(sample_adapters(Served(checkpoint[0], logs, ADAPTER, SCHEME)))
+
+
+@pytest.fixture(scope="module")
+def without(checkpoint: Checkpoint, logs: Path) -> dict[str, dict[str, Firsts]]:
+    return asyncio.run(sample_merged(Served(checkpoint[0], logs, None), checkpoint[1]))
+
+
+@pytest.fixture(scope="module")
+def synced(checkpoint: Checkpoint, logs: Path) -> dict[str, Firsts]:
+    return asyncio.run(sample_synced(Served(checkpoint[0], logs, None, SCHEME), checkpoint[1]))
 
 
 def agreement(one: Firsts, two: Firsts) -> tuple[float, float]:
@@ -195,32 +219,36 @@ def agreement(one: Firsts, two: Firsts) -> tuple[float, float]:
     return len(same) / PROMPTS, sum(same) / max(1, len(same))
 
 
-def test_without_an_adapter_the_native_model_is_as_it_was(sampled: dict[str, dict[str, Firsts]]) -> None:
-    assert sampled["none"]["lora"] == sampled["none"]["merged"]
+def test_without_an_adapter_the_native_model_is_as_it_was(
+    with_adapter: dict[str, Firsts], without: dict[str, dict[str, Firsts]]
+) -> None:
+    assert with_adapter["none"] == without["bf16"]["none"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mxfp8_engine_that_is_synced_samples_as_bf16_of_the_same_values(
-    kind: str, sampled: dict[str, dict[str, Firsts]]
+    kind: str, synced: dict[str, Firsts], without: dict[str, dict[str, Firsts]]
 ) -> None:
-    share, gap = agreement(sampled[kind]["mxfp8 synced"], sampled[kind]["mxfp8 in bf16"])
-    before, _ = agreement(sampled[kind]["mxfp8 synced"], sampled["none"]["mxfp8"])
+    share, gap = agreement(synced[kind], without["rounded"][kind])
+    before, _ = agreement(synced[kind], synced["none"])
     print(f"{kind} synced: the same first tokens as in BF16 {share:.0%}, |Δlogp| {gap:.3f}; before {before:.0%}")
     assert share > 0.75 and gap < 0.25 and before < share - 0.2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("base", ["bf16", "mxfp8"])
-def test_adapter_of_a_kind_is_the_adapter_merged(kind: str, base: str, sampled: dict[str, dict[str, Firsts]]) -> None:
-    one, other = ("lora", "merged") if base == "bf16" else ("on mxfp8", "merged into mxfp8")
-    share, gap = agreement(sampled[kind][one], sampled[kind][other])
-    without, _ = agreement(sampled[kind][one], sampled["none"]["lora"])
+def test_adapter_of_a_kind_is_the_adapter_merged(
+    kind: str, base: str, without: dict[str, dict[str, Firsts]], request: pytest.FixtureRequest
+) -> None:
+    adapted: dict[str, Firsts] = request.getfixturevalue("with_adapter" if base == "bf16" else "on_mxfp8")
+    share, gap = agreement(adapted[kind], without[base][kind])
+    bare, _ = agreement(adapted[kind], adapted["none"])
     print(
-        f"{kind} on {base}: the same first tokens with it merged {share:.0%}, |Δlogp| {gap:.3f}; without it {without:.0%}"
+        f"{kind} on {base}: the same first tokens with it merged {share:.0%}, |Δlogp| {gap:.3f}; without it {bare:.0%}"
     )
     # BF16 twice: B·A is rounded into the weights of one, and routes flip; Marlin and Triton sum in other orders too.
     assert share > (0.85 if base == "bf16" else 0.75) and gap < 0.25
-    assert without < share - 0.2
+    assert bare < share - 0.2
 
 
 # --- sub-layer by sub-layer ---------------------------------------------------------------------------------
@@ -248,7 +276,7 @@ async def look_into(folder: Path, logs: Path) -> tuple[list[int], list[Completio
 
 
 def test_native_model_computes_what_transformers_does_in_every_sublayer_that_it_shows(
-    checkpoint: tuple[Path, Tensors], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps are short enough for CUDA graphs, in which nothing would be seen; samplings before and after use them."""
     folder, _ = checkpoint

@@ -5,7 +5,8 @@ round where `reference` does; backward they keep FP32 throughout and round each 
 inputs once and writes its outputs once; what is cheap is computed again, and gradients of weights are partial sums of
 each program, added in the same order every time: the same input gives the same bits. They know nothing about Megatron.
 
-Forward kernels are launched without `fp_fusion`: a fused multiply-add would leave out a rounding that torch has.
+Forward kernels are launched without `fp_fusion`: a fused multiply-add would leave out a rounding that torch has. The
+head's are not: they have functions that torch computes in another way.
 """
 
 from importlib import import_module
