@@ -97,6 +97,7 @@ def test_another_precision_two_ranks_and_a_kl_term_from_an_adapter_on(
         f"trainer.precision={precision}",
         "trainer.parallel.dp=2",
         "algorithm.kl.coefficient=0.01",
+        "rollout.prompts_per_step=8",  # 64 samples are some 800 tokens for the mean
         "trainer.steps=2",
     )
     for row in metrics(folder / precision)[1:]:
