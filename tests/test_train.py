@@ -38,7 +38,7 @@ OVERRIDES = [
     "rollout.profile.steps=[3]",
     "rollout.profile.engine_steps=4",
 ]
-
+UNTRACED = ["trainer.profile.steps=[]", "rollout.profile.steps=[]"]  # traces take seconds, and change no number
 
 start, run = partial(runs.start, TINY, OVERRIDES), partial(runs.run, TINY, OVERRIDES)
 
@@ -84,7 +84,7 @@ def resumed(folder: Path) -> Iterator[Path]:
     """A run that was told to end after step 1, whose trainer was killed after step 2, and that went on both times."""
     out, disk = folder / "resumed", folder / "disk"
     on_nvme = ["trainer.optimizer.offload=nvme", f"trainer.optimizer.nvme.path={disk}"]
-    process = start(out)
+    process = start(out, *UNTRACED)
     wait_for_step(out, 1, process)
     for member in runs.members(out):
         open_to = {c.laddr.ip for c in member.net_connections("inet") if c.status in ("LISTEN", "NONE")}
@@ -99,7 +99,7 @@ def resumed(folder: Path) -> Iterator[Path]:
     )
 
     reported = metrics(out)[-1]["step"]
-    process = start(out, "--resume", *on_nvme)
+    process = start(out, "--resume", *UNTRACED, *on_nvme)
     wait_for_step(out, reported + 1, process)
     runs.kill_rank(out, 0)
     asked = time.monotonic()
@@ -108,7 +108,7 @@ def resumed(folder: Path) -> Iterator[Path]:
     assert len(err.splitlines()) == 1 and "trainer rank 0 died at" in err and "trainer-0.log" in err, err
     (left,) = disk.glob("resumed-*/rank_0/manifest.json")
     assert json.loads(left.read_text())["updates"] >= 2 * (reported + 1)
-    run(out, "--resume", *on_nvme, "cluster.placement=disaggregated")  # where they are changes no number
+    run(out, "--resume", *UNTRACED, *on_nvme, "cluster.placement=disaggregated")  # where they are changes no number
     return out
 
 
@@ -288,8 +288,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(folder):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount)], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
-        alone = ["checkpoint.every=1", "logging.wandb=disabled", "trainer.profile.steps=[]", "rollout.profile.steps=[]"]
-        _, err = run(mount / "run", *alone, code=1)
+        _, err = run(mount / "run", "checkpoint.every=1", "logging.wandb=disabled", *UNTRACED, code=1)
         assert len(err.strip().splitlines()) == 1 and err.startswith("beam-rl: can't write ")
         assert ("the disk is full" in err or "as on a full disk" in err) and "step_1" in err
         assert os.listdir(mount / "run" / "checkpoints") == ["step_1"]
