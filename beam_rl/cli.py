@@ -238,8 +238,8 @@ def tiny(
 ) -> None:
     """Write a small Beam checkpoint with tokenizer and data, warm-started on an arithmetic task (tiny: about a minute)."""
     from beam_rl.report import Console
-    from beam_rl.tiny import write_tiny
     from beam_rl.tiny.sizes import SIZES
+    from beam_rl.tiny.write import write_tiny
 
     if out.exists():
         raise InputError(f"{out}: exists already; name a new folder")

@@ -170,7 +170,7 @@ def _made(name: str, recipe: Recipe, display: Display) -> Path:
 
 def start_note(path: Path) -> list[str]:
     """How good a checkpoint is that was warm-started to a target: one line, or none."""
-    from beam_rl.tiny.write import REPORT
+    from beam_rl.tiny.cache import REPORT
 
     try:
         return [str(json.loads((path / REPORT).read_text())["summary"])]

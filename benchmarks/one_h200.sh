@@ -15,8 +15,8 @@ shared="rollout.gpu_memory_utilization=0.14 rollout.engine_args.kv_cache_memory_
 start() { # the warm start that all runs begin from; cached
     python3 - <<'PYTHON'
 import time
+from beam_rl.tiny.cache import cached_tiny
 from beam_rl.tiny.sizes import SIZES
-from beam_rl.tiny.write import cached_tiny
 
 began = time.time()
 show = lambda step, _, loss: step % 25 or print(step, round(loss, 4), round(time.time() - began), flush=True)

@@ -16,7 +16,7 @@ from beam_rl.errors import InputError
 from beam_rl.inputs import find_model, start_note
 from beam_rl.recipe.load import load
 from beam_rl.step import Quiet
-from beam_rl.tiny import chains, write_tiny
+from beam_rl.tiny import chains
 from beam_rl.tiny import task as digits
 from beam_rl.tiny.checkpoint import fresh_model, tiny_config, tiny_tokenizer
 from beam_rl.tiny.sizes import SIZES, SMALL, SMALL_256, Size
@@ -28,6 +28,7 @@ from beam_rl.tiny.warmstart import (
     sample_responses,
     warm_start,
 )
+from beam_rl.tiny.write import write_tiny
 from beam_rl.verifiers import VerifierPool, VerifyItem
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BeamConfig, BeamForCausalLM
 
-from beam_rl.tiny import cached_tiny, task, write_tiny
+from beam_rl.tiny import cached_tiny, task
 from beam_rl.tiny.checkpoint import fresh_model
 from beam_rl.tiny.warmstart import Schedule, accuracy, one_thread, warm_start
+from beam_rl.tiny.write import write_tiny
 from beam_rl.verifiers.toy import toy_score
 
 SHORT = Schedule(steps=2, batch=4)

@@ -1,5 +1,5 @@
 """A Beam of 0.7 million parameters with a task that it learns by RL in minutes on a laptop's CPU."""
 
-from beam_rl.tiny.write import TinyReport, cached_tiny, write_tiny
+from beam_rl.tiny.cache import cached_tiny
 
-__all__ = ["TinyReport", "cached_tiny", "write_tiny"]
+__all__ = ["cached_tiny"]

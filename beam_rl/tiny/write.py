@@ -1,11 +1,9 @@
-"""Writes a small, warm-started Beam with its tokenizer and its task's data, or finds the one already made.
+"""Writes a small, warm-started Beam with its tokenizer and its task's data.
 
 Promises a folder that is complete or absent, and the same bits for the same seed, dtype and versions on one machine.
 Knows nothing about recipes.
 """
 
-import fcntl
-import hashlib
 import json
 import os
 import random
@@ -15,21 +13,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import tokenizers
 import torch
-import transformers
 from torch import Tensor
 from transformers import BeamForCausalLM
 from transformers.utils import logging
 
 from beam_rl.tiny import task as digits
+from beam_rl.tiny.cache import REPORT
 from beam_rl.tiny.checkpoint import TORCH_DTYPE, Dtype, fresh_model, save_hf
 from beam_rl.tiny.sizes import TINY, Schedule, Size
 from beam_rl.tiny.task import Problem
 from beam_rl.tiny.warmstart import Progress, graded, one_thread, warm_start
 
 EVAL_SAMPLES = 8
-REPORT = "warm_start.json"  # beside the checkpoint of a size that is trained to a target
 
 
 @dataclass(frozen=True)
@@ -174,47 +170,3 @@ def write_jsonl(path: Path, problems: Iterable[Problem], size: Size) -> None:
         for problem in problems:
             messages = [{"role": "user", "content": " ".join(problem)}]
             file.write(json.dumps({"prompt": messages, "answer": size.task.solve(problem)}) + "\n")
-
-
-def cache_root() -> Path:
-    """`BEAM_RL_CACHE`, else `$XDG_CACHE_HOME/beam-rl`, else `~/.cache/beam-rl`."""
-    if own := os.environ.get("BEAM_RL_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "beam-rl"
-
-
-def fingerprint() -> str:
-    """A short hash of what decides the files' content besides seed and dtype: our code, the libraries' versions."""
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    for version in (
-        torch.__version__,
-        transformers.__version__,
-        tokenizers.__version__,
-    ):
-        digest.update(version.encode())
-    return digest.hexdigest()[:12]
-
-
-def cached_tiny(
-    seed: int = 0,
-    dtype: Dtype = "fp32",
-    progress: Progress | None = None,
-    *,
-    schedule: Schedule | None = None,
-    size: Size = TINY,
-) -> Path:
-    """The folder of the small Beam with this size, seed and dtype; made on first use, then found.
-
-    Processes that ask at once wait for the first of them. `schedule` as in `write_tiny`.
-    """
-    root = cache_root()
-    root.mkdir(parents=True, exist_ok=True)
-    key = hashlib.sha256(f"{fingerprint()} {schedule or size.schedule}".encode()).hexdigest()[:12]
-    folder = root / f"{size.name}-seed{seed}-{dtype}-{key}"
-    with (root / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also if this process is killed
-        if not folder.exists():
-            write_tiny(folder, seed, progress, dtype=dtype, schedule=schedule, size=size)
-    return folder
