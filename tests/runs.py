@@ -14,6 +14,8 @@ import psutil
 
 MARK = "BEAM_RL_TEST_RUN"  # environment variable by which a test finds every process of its run
 SECRETS = {"HF_TOKEN": "hf_" + "n0tAr3alK3y" * 3, "WANDB_API_KEY": "5ec2e7" * 6 + "beef"}  # every run has them to keep
+# Ray counts a node as lost after five checks without it, which by default takes 15 s.
+SOON_LOST = {"RAY_health_check_period_ms": "1000"}
 
 
 def start(recipe: Path, overrides: Sequence[str], out: Path, *more: str) -> subprocess.Popen[str]:

@@ -1,6 +1,7 @@
 """Engines killed in the middle of a run: replaced, given the weights of now, their prompts asked for again."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from live_run import in_the_next_sync, kill, live_cluster, on, while_sampling
+from runs import SOON_LOST
 
 ROUTER = "model.layers.4.mlp.gate.weight"
 
@@ -39,7 +41,7 @@ def test_engines_killed_while_sampling_and_in_a_sync_cost_time_alone(
 def test_an_engine_whose_node_is_lost_starts_on_another_one(tiny_folder: Path, tmp_path: Path) -> None:
     program = Path(__file__).with_name("node_loss.py")
     command = [sys.executable, program, tiny_folder, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=390)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=390, env=os.environ | SOON_LOST)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["before"] == ["127.0.0.1", "127.0.0.2"]

@@ -41,7 +41,7 @@ def ends(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         capture_output=True,
         text=True,
         timeout=500,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | runs.SOON_LOST | {"PYTHONPATH": path},
     )
     runs.finish(local, folder / "local")
     assert job.returncode == 0, job.stderr
