@@ -52,10 +52,11 @@ def main(tiny: str, folder: str) -> None:
                 weights = [live.weights_of(i, ROUTER).tobytes() for i in (0, 1)]
                 live.loop.check_engines()
                 said = {"before": before, "alone": alone, "after": addresses(slots), "equal": weights[0] == weights[1]}
-                print(json.dumps(said | {"restarts": [slot.restarts for slot in slots], "recovery_s": took}))
+                said |= {"restarts": [slot.restarts for slot in slots], "recovery_s": took}
         finally:
             ray.shutdown()
             cluster.shutdown()
+    print(json.dumps(said))  # last: Ray prints what it has to say of the lost node until it is shut down
 
 
 if __name__ == "__main__":
