@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from beam_rl.imports import uncollected
-
 if TYPE_CHECKING:
     from beam_rl.megatron.settings import TrainerSettings
     from beam_rl.megatron.trainer import Trainer
@@ -19,8 +17,7 @@ def start_trainer(model_path: str, settings: TrainerSettings, rank: int, world_s
     """A `Trainer` in this process, which takes part in the group of `world_size` ranks that meets at `master`."""
     from beam_rl.megatron import compat
 
-    with uncollected():
-        compat.install()
-        from beam_rl.megatron.trainer import Trainer  # imports Megatron, so only now
+    compat.install()
+    from beam_rl.megatron.trainer import Trainer  # imports Megatron, so only now
 
     return Trainer(model_path, settings, rank, world_size, master)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from beam_rl.errors import InputError
-from beam_rl.imports import uncollected
 from beam_rl.lora import Adapter
 from beam_rl.mxfp8.scheme import Scheme
 from beam_rl.recipe.tree import EngineParallel, Speculative
@@ -92,9 +91,8 @@ def launch(settings: EngineSettings, stat_loggers: list[Any] | None = None) -> A
     settings.log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with process.output_to(settings.log):
-            with uncollected():
-                from vllm import AsyncEngineArgs
-                from vllm.v1.engine.async_llm import AsyncLLM
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
             config = AsyncEngineArgs(**engine_args(settings)).create_engine_config()
             compat.fork_processes()
