@@ -297,6 +297,27 @@ def test_head_has_the_log_probabilities_and_gradients_of_plain_torch(
 
 
 @runs_kernels
+@DTYPES
+def test_gradients_in_groups_of_tokens_and_parts_of_the_vocabulary_are_those_at_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of 4 and 2 tokens; parts of 128, 128 and 44 entries. A product of another shape rounds in another way."""
+    monkeypatch.setattr(logprobs, "covers", lambda *_: True)
+    torch.manual_seed(0)
+    hidden, head = random(6, 24, dtype=dtype), random(300, 24, dtype=dtype)
+    targets = torch.tensor([0, 127, 128, 255, 256, 299], device=DEVICE)
+
+    def found(chunk_tokens: int) -> list[Tensor]:
+        logp, _ = logprobs.token_logprobs(
+            hidden, head, targets, softcap=5.0, temperature=0.7, numerics="engine", chunk_tokens=chunk_tokens
+        )
+        return list(torch.autograd.grad((logp * torch.arange(1.0, 7.0, device=DEVICE)).sum(), (hidden, head)))
+
+    for parted, whole in zip(found(1), found(6), strict=True):
+        assert (parted - whole).norm() < (16 if dtype == torch.float32 else 4) * EPS[dtype] * whole.norm()
+
+
+@runs_kernels
 def test_gradients_of_a_part_of_the_vocabulary_leave_out_targets_of_others() -> None:
     logits, row = torch.randn(3, 70, device=DEVICE), torch.tensor([5, 0, 69], device=DEVICE)
     highest, total, _, _ = head_kernels.sums(logits, row, None, 1.0, False)

@@ -137,7 +137,7 @@ def test_copy_has_the_checksum_of_its_bytes_from_any_address(size: int, shift: i
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_tensors_that_a_gpu_makes_late_and_frees_early_are_packed_as_they_were() -> None:
-    """Slow work keeps the GPU behind, and a tensor's memory is the next one's as soon as that is asked for."""
+    """Slow work keeps the GPU behind, and a tensor's memory is soon another one's."""
     size, count = 2**22, 24
     device = torch.device("cuda", 0)
     slow = torch.randn(4096, 4096, device=device)

@@ -4,7 +4,8 @@ The logits of all tokens never exist at once: the head, the softcap, the tempera
 of tokens, and the backward pass computes them again; on a GPU of four chunks' tokens and a quarter of the vocabulary at a
 time, so that the head's gradient is read and written a quarter as often. With a tensor-parallel group the vocabulary is
 cut over its ranks, and what they exchange is four numbers a token. What lies between the head's product and the softmax's
-sums is a kernel on a GPU, plain torch elsewhere. Knows nothing about Megatron.
+sums is a kernel on a GPU, plain torch elsewhere; there a product of another shape may round a logit to its neighbour, in the
+gradient alone. Knows nothing about Megatron.
 """
 
 from collections.abc import Iterator
@@ -167,7 +168,10 @@ class _Softmax(Protocol):
     def gradient(
         self, hidden: Tensor, head: Tensor, row: Tensor, highest: Tensor, total: Tensor, upstream: Tensor, at: Tensor
     ) -> Tensor:
-        """(chunk, vocabulary) of the product, in the activations' dtype, as `kernels.gradient`; `at` is its `at_target`."""
+        """(chunk, vocabulary) of the product, in the activations' dtype, as `kernels.gradient`; `at` is its `at_target`.
+
+        Where there are parts, a token's row may lie in another one: below 0 or past the end.
+        """
 
 
 class _Fused:

@@ -117,7 +117,8 @@ def runtime_fields(dtype: torch.dtype) -> dict[str, Any]:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        moe_permute_fusion=te,
+        # Its kernel's gradient of the router's weights adds up in an order that is chosen by speed, anew in each process.
+        moe_permute_fusion=te and not torch.are_deterministic_algorithms_enabled(),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -280,7 +281,7 @@ class BeamMoELayer(MoELayer):
     def _forward(self, hidden: Tensor, routes: Tensor | None, agreement: Agreement | None) -> Tensor:
         dtype = hidden.dtype
         weights, chosen = self.router(hidden, routes, agreement)
-        hidden, sent_weights = self.preprocess(hidden, weights, chosen)
+        hidden, sent_weights = self.preprocess(hidden, weights.detach(), chosen)  # Megatron's experts take some
         hidden, sent_weights = self.dispatch(hidden, sent_weights)
         out, _ = self.routed_experts_compute(hidden, sent_weights)
         return self._weighted_sum(self.combine(out), weights).to(dtype) * self.config.routed_scaling_factor
@@ -291,7 +292,7 @@ class BeamMoELayer(MoELayer):
         vLLM on a GPU rounds each weighted output to BF16, from a product that it had in FP32 and this has in BF16: either
         way one rounding of each. On a CPU it rounds none, as transformers does, and each output is in BF16 on both sides.
         """
-        to, fused = self.token_dispatcher, compat.has_transformer_engine()
+        to, fused = self.token_dispatcher, self.config.moe_permute_fusion
         order, shape = to.reversed_local_input_permutation_mapping, to.hidden_shape_before_permute
         out = out if fused else out.float()
         return unpermute(out, order, shape, probs=weights, routing_map=to.routing_map, fused=fused).view(

@@ -40,8 +40,8 @@ def stop_graphs(runner: Any) -> Undo:
     )
 
 
-def observe_routing(model: nn.Module, make_hook: Callable[[int, int], Choose]) -> list[Undo]:
-    """Puts a hook between each MoE layer's router and its experts; returns what takes them away again.
+def observe_routing(model: nn.Module, make_hook: Callable[[int, int], Choose], undo: list[Undo]) -> None:
+    """Puts a hook between each MoE layer's router and its experts; `undo` gets what takes them away again.
 
     `make_hook(column, global layer number)` gives the hook: it gets (tokens, experts) logits and the router's (tokens,
     top_k) weights and logical ids, and returns the weights and ids to use. Kernels that choose experts themselves
@@ -59,7 +59,8 @@ def observe_routing(model: nn.Module, make_hook: Callable[[int, int], Choose]) -
         return lambda: delattr(router, "select_experts")
 
     runners = sorted((m for m in model.modules() if isinstance(m, MoERunner)), key=lambda m: m.layer_id)
-    return [observe(r.router, make_hook(column, r.layer_id)) for column, r in enumerate(runners)]
+    for column, r in enumerate(runners):
+        undo.append(observe(r.router, make_hook(column, r.layer_id)))
 
 
 def is_native(model: Any) -> bool:
@@ -70,8 +71,9 @@ def is_native(model: Any) -> bool:
 def show_native(model: Any, show: Show, undo: list[Undo]) -> None:
     """Has vLLM's own Beam (0.33) show every sub-layer that a module takes or gives; `undo` gets what ends that.
 
-    Its kernels keep to themselves the norms after attention and MLP, and K where it goes into the KV cache at once; on
-    some GPUs, in steps of few tokens, also V and the gate. Raises RuntimeError for layers that are called in another way.
+    Its kernels keep to themselves the norms after attention and MLP, and K where it goes into the KV cache at once; V and
+    the gate, too, where they read the projection's weight past its module (the 501B's over 4 or 8 GPUs). Raises
+    RuntimeError for layers that are called in another way.
     """
     layers = model.model.layers
     if list(inspect.signature(layers[0].forward).parameters) != NATIVE_FORWARD:

@@ -16,7 +16,7 @@ from beam_rl.parity.record import Recorder
 from beam_rl.rollout import compat_probe
 from beam_rl.rollout.compat_probe import Show, Undo, after, before, gate
 
-HEAD_TOKENS = 1024  # whose logits are computed at a time: a vocabulary's in FP32 are 0.6 MB a token
+HEAD_TOKENS = 256  # whose logits are computed at a time: a vocabulary's in FP32 are 0.6 MB a token
 
 
 class Probe:
@@ -45,7 +45,7 @@ class Probe:
             show = compat_probe.show_native if compat_probe.is_native(self.model) else show_own
             show(self.model, self.recorder.add, self._undo)
         if self.sublayers or self.routes is not None:
-            self._undo += compat_probe.observe_routing(self.model, self._router_hook)
+            compat_probe.observe_routing(self.model, self._router_hook, self._undo)
 
     def stop(self) -> None:
         """Leaves the model as it was."""
@@ -61,10 +61,9 @@ class Probe:
         tokens = len(targets)
         if (seen := sum(map(len, self._final))) != tokens:
             raise RuntimeError(f"the engine ran {seen} tokens of a sequence of {tokens} where they can be looked at")
-        told = sum(asked == tokens for asked in self._routed.values())
-        if self.routes is not None and told != (layers := self.routes.shape[1]):
+        if self.routes is not None and (asked := len(self._routed)) != (layers := self.routes.shape[1]):
             raise RuntimeError(
-                f"{layers - told} of {layers} MoE layers can't be told which experts to use: their kernels choose them"
+                f"{layers - asked} of {layers} MoE layers can't be told which experts to use: their kernels choose them"
             )
         self.recorder.keep_whole(tokens)
         self._add_end(torch.cat(self._final), targets, temperature)

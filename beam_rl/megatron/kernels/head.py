@@ -2,7 +2,7 @@
 
 Forward, a row of logits is read once and leaves four numbers. Backward it is read once, and its gradient written in its
 place or beside it; what lies between is computed again. Bytes of a logit of b bytes: b forward, 2·b backward. A logit
-takes some twenty instructions each way, more time than its bytes: hence with `fp_fusion`, and no division.
+takes some twenty instructions each way, more time than its bytes: hence `fp_fusion`, and a softcap without divisions.
 """
 
 import torch

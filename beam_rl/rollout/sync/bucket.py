@@ -4,6 +4,7 @@ A tensor that fits into a bucket travels whole, a larger one in pieces over seve
 about transports, processes or models.
 """
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -53,13 +54,22 @@ class Bucket:
 def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor], checksums: bool = False) -> Iterator[Bucket]:
     """Fills one buffer after the other with tensors, in order; a buffer is asked for when something is to go into it.
 
-    Takes one tensor at a time from the iterable and drops it before the next, so that a producer can gather each on
-    demand. A bucket is yielded as soon as it is known to be full, before its successor is begun.
+    Takes one tensor at a time from the iterable and drops it before the next (within a GPU before the next but one), so that
+    a producer can gather each on demand. A bucket is yielded as soon as it is known to be full, before its successor is
+    begun.
 
     Args:
         buffers: (bytes,) uint8 each, all of the same size, a whole number of `ALIGNMENT`, on any device.
         checksums: whether entries have one.
     """
+    with contextlib.ExitStack() as unfinished:
+        yield from _pack(tensors, buffers, checksums, unfinished)
+
+
+def _pack(
+    tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor], checksums: bool, unfinished: contextlib.ExitStack
+) -> Iterator[Bucket]:
+    """`unfinished` gets what ends a bucket's copies, however the packing ends."""
     number = end = 0
     entries: list[Entry] = []
     buffer: Tensor | None = None
@@ -69,13 +79,14 @@ def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor], check
         while start < whole or not start:
             rest = whole - start
             if buffer is not None and rest > len(buffer) - end:
-                if fast:
-                    fast.finish()
+                unfinished.close()
                 yield Bucket(number, tuple(entries), end, last=False)
                 number, end, entries, buffer = number + 1, 0, [], None
             if buffer is None:
                 buffer = next(buffers)
                 fast = DeviceCopies(buffer) if buffer.is_cuda and not checksums else None
+                if fast:
+                    unfinished.callback(fast.finish)
             size = min(rest, len(buffer) - end)
             if size < whole:
                 tensor = tensor.contiguous()
@@ -89,8 +100,7 @@ def pack(tensors: Iterable[tuple[str, Tensor]], buffers: Iterator[Tensor], check
             if not size:
                 break
         del tensor
-    if fast:
-        fast.finish()
+    unfinished.close()
     if entries:
         yield Bucket(number, tuple(entries), end, last=True)
 
