@@ -15,6 +15,7 @@ import psutil
 
 OWNER = "BEAM_RL_ENGINE_OWNER"  # environment variable: pid of the process whose children must die with it
 PR_SET_PDEATHSIG = 1
+KILLED_S = 5.0  # for a killed process to be gone: a busy machine takes its time
 
 
 def own_children() -> None:
@@ -78,4 +79,4 @@ def end(pids: list[int], grace_s: float) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in (*proc.children(recursive=True), proc):
                 child.kill()
-    psutil.wait_procs(left, timeout=grace_s)
+    psutil.wait_procs(left, timeout=max(grace_s, KILLED_S))
