@@ -143,9 +143,6 @@ class _Options:
     head_gradient: Tensor | None
     first: int  # the lowest token id in this rank's part of the vocabulary
 
-    def chunks(self, tokens: int) -> Iterator[slice]:
-        return _slices(tokens, self.chunk_tokens)
-
     def local(self, targets: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         """Row of `head` for each target (0 where another rank has it), and whether this rank has it."""
         row = targets - self.first
@@ -272,7 +269,7 @@ class _TokenLogprobs(torch.autograd.Function):
         row, owned = options.local(targets, head)
         # Over this rank's vocabulary, with x the logits: max x, Σ exp(x − max), Σ (x − max) exp(x − max), x at the target.
         found = hidden.new_empty(4, len(hidden), dtype=_wide(hidden.dtype))
-        for part in options.chunks(len(hidden)):
+        for part in _slices(len(hidden), options.chunk_tokens):
             found[:, part] = torch.stack(softmax.sums(hidden[part], head, row[part]))
         highest, total, weighted, chosen = found
         chosen = chosen.where(owned, 0)

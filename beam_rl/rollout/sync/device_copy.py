@@ -10,8 +10,8 @@ WITHIN_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
 
 class DeviceCopies:
-    """Into one buffer on a GPU, over two streams in turn: alone, the end of a copy and the next one's beginning leave the
-    memory idle, a sixth of the time for 20 MB each.
+    """Into one buffer on a GPU, over two streams in turn: in one, the end of a copy and the next one's beginning leave the
+    memory idle.
 
     Each copy waits for what the current stream has been given so far. A tensor is held until the next one's copy has begun,
     and what the current stream is given then comes after its own: so its memory can be used again. `finish` comes last.
